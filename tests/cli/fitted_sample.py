@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +40,8 @@ def choices() -> tuple[Choice, ...]:
         found.append(
             Choice(
                 (name,), tensors, elements, kept("split8", states, each, noise, ms),
-                kept("split8", fewer, each - 0.5, narrower, ms * 1.04), kept("split", states, each + 1, noise / 2, ms),
+                kept("split8", fewer, each - 0.5, narrower, ms * 1.04),
+                kept("split", states, each + 1, noise / 2, ms),
                 f"narrower would add {100 * narrower:.2g} % of noise", (0.43, 0.971),
             )
         )  # fmt: skip
@@ -65,13 +67,21 @@ def layers() -> tuple[LayerChoice, ...]:
         ),
         LayerChoice(
             ("transformer.h.*.attn.c_attn",), 12, exact,
-            Computed(e4m3, {"output": 0.041, "grad_input": 0.052}, 1.31, 1.7), None, "e4m3 would be louder than the batch",
+            Computed(e4m3, {"output": 0.041, "grad_input": 0.052}, 1.31, 1.7), None,
+            "e4m3 would be louder than the batch",
         ),
     )  # fmt: skip
 
 
 class Fitted(FittedRecipe):
-    """With a file and a bill of its own, for tests of what is around them."""
+    """With a short file and a short bill."""
+
+    def save(self, path: Path) -> Path:
+        path.write_text(f"{self.title}\n")
+        return path
+
+    def bill(self) -> str:
+        return "the bill"
 
 
 def recipe(**facts: Any) -> Fitted:

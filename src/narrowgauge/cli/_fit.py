@@ -56,7 +56,7 @@ def fit(options: FitOptions, words: Sequence[str]) -> int:
                 work = _Work(options, open_task(options, display.stage), device)
             for note in work.opened.notes:
                 display.say(note)
-            with asked_to_stop(display.say, "stopping after this step; nothing is written") as asked:
+            with asked_to_stop(display.say, "stopping after this step, with nothing written") as asked:
                 recipe = _chosen(work, display, asked)
             display.hide_stages()
         set_aside(options.out, (RECIPE, BILL))
@@ -198,19 +198,18 @@ def _verify(work: _Work, recipe: Any, command: str) -> Comparison | None:
 
 def difference(results: dict[str, Any], steps: int) -> str:
     """What the check found, in a sentence."""
-    ((name, row),) = ((name, row) for name, row in results["recipes"].items() if name != MIXED)
+    (row,) = (row for name, row in results["recipes"].items() if name != MIXED)
     between = row["difference"]
     if between is None:
-        diverged = [each for each in results["recipes"] if results["recipes"][each]["diverged"]]
-        return f"Checked: after {steps:,} steps at most, {' and '.join(diverged)} diverged; no losses to compare."
-    over = f"over {between['pairs']} seeds"
-    if between["spread"] is None:
-        return f"Checked: after {steps:,} steps the validation loss of {name} minus that of {MIXED} is " + (
-            f"{between['mean']:+.4f}, with one seed: no spread is known."
+        return (
+            f"Checked: within {steps:,} steps the choice or {MIXED} diverged, and there are no losses to compare."
         )
+    what = f"Checked: after {steps:,} steps the validation loss of the choice minus that of {MIXED} is"
+    if between["spread"] is None:
+        return f"{what} {between['mean']:+.4f}. With one seed no spread is known."
     return (
-        f"Checked: after {steps:,} steps the validation loss of {name} minus that of {MIXED} is "
-        f"{between['mean']:+.4f} ± {between['spread']:.4f} {over} (mean ± standard deviation of the difference)."
+        f"{what} {between['mean']:+.4f} ± {between['spread']:.4f} over {between['pairs']} seeds: the mean of the "
+        "differences of each seed, and their standard deviation."
     )
 
 

@@ -7,7 +7,9 @@ what bytes, noise and the names of formats mean. All numbers are the recipe's ow
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,13 @@ from markupsafe import Markup
 from narrowgauge import recipes
 from narrowgauge.cli._charts import INK, MUTED, PALETTE, SERIES, LineStyle, page_figure, printable
 from narrowgauge.cli._report._page import MISSING, Table, definitions, write_page
+from narrowgauge.cli._report._run_drawing import short
 from narrowgauge.recipes._fitted import Choice, Computed, FittedRecipe, Kept
 
 # What the bill is set beside: mixed precision, and the narrow recipe that is chosen without a measurement.
 MIXED, NARROW = "D", "adamw8bit-split8"
-BARS = 24  # groups that are drawn
-_NAME = 36  # letters of a name in the figure
-_LEAST = 1e-4  # left end of the noise's scale
+_BARS, _SMALL = 24, 0.005  # groups that have a row in the figure, and the least share of the elements for one
+_LEAST, _MOST = 1e-4, 2.2  # ends of the noise's scale
 
 _WEIGHTS = {
     "plain": "the weight alone, in the format that the model computes in",
@@ -66,8 +68,7 @@ def write_bill(
         checked=checked,
         checked_page=checked_page,
         commands=commands,
-        figure=_figure(choices[:BARS], colors, recipe.facts.get("tolerance")),
-        drawn=(len(choices[:BARS]), len(choices)),
+        figure=_figure(list(_bars(choices, colors)), recipe.facts.get("tolerance")),
         legend={way: LineStyle(color, (), 8.0) for way, color in colors.items()},
         tolerance=recipe.facts.get("tolerance"),
         choices=[_row(choice, recipe) for choice in choices],
@@ -81,20 +82,24 @@ def write_bill(
 def summary(recipe: FittedRecipe) -> str:
     """The result in a sentence."""
     whole, eight = (recipes.get(name).bytes_per_parameter() for name in (MIXED, NARROW))
-    kept, noise, tolerance = mean_bytes(recipe.choices), recipe.facts.get("noise"), recipe.facts.get("tolerance")
+    kept, noise, tolerance = mean_bytes(recipe.choices), mean_noise(recipe.choices), recipe.facts.get("tolerance")
     text = (
         f"Training this model takes {kept:.2f} bytes a parameter, where fp32 master weights and moments ({MIXED}) "
-        f"take {whole:.2f} and {NARROW} takes {eight:.2f}"
+        f"take {whole:.2f} and {NARROW} takes {eight:.2f}; rounding adds {percent(noise)} of the noise that the "
+        "gradient itself adds"
     )
-    if noise is not None:
-        text += f"; rounding adds {percent(noise)} of the noise that the gradient itself adds"
-        text += "" if tolerance is None else f", of {percent(tolerance)} that are tolerated"
-    return f"{text}."
+    return f"{text}." if tolerance is None else f"{text}, and {percent(tolerance)} is tolerated."
 
 
 def mean_bytes(choices: Sequence[Choice]) -> float:
     """Bytes a parameter, over all groups."""
     return sum(c.elements * c.chosen.bytes for c in choices) / sum(c.elements for c in choices)
+
+
+def mean_noise(choices: Sequence[Choice]) -> float:
+    """The noise of all groups together: the root of the mean of its squares over all numbers."""
+    squares = sum(c.elements * c.chosen.noise**2 for c in choices)
+    return math.sqrt(squares / sum(c.elements for c in choices))
 
 
 def way(kept: Kept) -> str:
@@ -106,8 +111,8 @@ def way(kept: Kept) -> str:
 
 def percent(share: float) -> str:
     """A share with two digits that count; the number and its sign stay on one line."""
-    if not math.isfinite(share):
-        return "more than can be said"
+    if not share <= 1e4:
+        return "more than 1,000,000\u00a0%"
     value = 100 * share
     return f"{value:,.0f}\u00a0%" if value >= 100 else f"{float(f'{value:.2g}'):.6g}\u00a0%"
 
@@ -118,40 +123,62 @@ def _colors(choices: Sequence[Choice]) -> dict[str, str]:
     return {each: SERIES[n % len(SERIES)] for n, each in enumerate(sorted(ways, key=lambda w: (ways[w], w)))}
 
 
-def _figure(choices: Sequence[Choice], colors: Mapping[str, str], tolerance: float | None) -> Markup:
+@dataclass(frozen=True)
+class _Bar:
+    """A row of the figure: a group, or all groups that are too small for a row."""
+
+    name: str
+    bytes: float
+    noise: float
+    narrower: float | None
+    color: str
+
+
+def _bars(choices: Sequence[Choice], colors: Mapping[str, str]) -> Iterator[_Bar]:
+    """The rows of the figure: groups with their shares of all elements, then the small ones together."""
+    whole = sum(choice.elements for choice in choices)
+    large = [c for c in choices if c.elements >= _SMALL * whole][:_BARS]
+    names = short([printable(_names(c)) for c in large])
+    for name, c in zip(names, large, strict=True):
+        narrower = None if c.narrower is None else c.narrower.noise
+        share = percent(c.elements / whole)
+        yield _Bar(f"{name} ({share})", c.chosen.bytes, c.chosen.noise, narrower, PALETTE[colors[way(c.chosen)]][0])
+    if rest := [c for c in choices if c not in large]:
+        share = percent(sum(c.elements for c in rest) / whole)
+        ways = {way(c.chosen) for c in rest}
+        color = PALETTE[colors[ways.pop()]][0] if len(ways) == 1 else MUTED
+        name = f"{len(rest)} smaller group{'s together' if len(rest) > 1 else ''} ({share})"
+        yield _Bar(name, mean_bytes(rest), max(c.chosen.noise for c in rest), None, color)
+
+
+def _figure(bars: Sequence[_Bar], tolerance: float | None) -> Markup:
     """Bytes of each group as bars, and beside them its noise, with that of the next narrower choice."""
     title = "Bytes a parameter and noise of each group of parameters"
     grid: dict[str, Any] = {"sharey": True, "width_ratios": (3, 2)}
-    with page_figure("bill", title, 70 + 46 * len(choices), 1, 2, **grid) as drawn:
+    with page_figure("bill", title, 80 + 48 * len(bars), 1, 2, **grid) as drawn:
         left, right = drawn.axes
         whole = recipes.get(MIXED).bytes_per_parameter()
         right.set_xscale("log")
-        for row, choice in enumerate(choices):
-            kept, name = choice.chosen, printable(_label(choice))
-            color = PALETTE[colors[way(kept)]][0]
-            left.text(0, row - 0.27, name, va="bottom", fontsize=12.5, color=INK)
-            left.barh(row, kept.bytes, 0.42, color=color)
-            spot: dict[str, Any] = {"textcoords": "offset points", "va": "center", "color": INK, "fontsize": 12.5}
-            left.annotate(f"{kept.bytes:.4g}", (kept.bytes, row), (5, 0), **spot)
-            right.plot(_place(kept.noise), row, "o", color=color, markersize=8, zorder=4)
-            if choice.narrower is not None:
-                ends = [_place(kept.noise), _place(choice.narrower.noise)]
+        for row, bar in enumerate(bars):
+            left.text(0, row - 0.27, bar.name, va="bottom", fontsize=13, color=INK, zorder=5)
+            left.barh(row, bar.bytes, 0.42, color=bar.color)
+            spot: dict[str, Any] = {"textcoords": "offset points", "va": "center", "color": INK, "fontsize": 13}
+            left.annotate(f"{bar.bytes:.4g}", (bar.bytes, row), (5, 0), **spot)
+            if bar.narrower is not None:
+                ends = [_place(bar.noise), _place(bar.narrower)]
                 right.plot(ends, [row, row], color=MUTED, linewidth=1, zorder=2)
                 right.plot(ends[1], row, "o", color=MUTED, markersize=7, markerfacecolor="none", zorder=3)
-        left.axvline(whole, color=MUTED, linewidth=1.2, linestyle=(0, (4, 2)))
-        # Below the bars, where no name stands.
-        left.annotate(MIXED, (whole, len(choices) - 0.6), (4, 2), textcoords="offset points", color=MUTED)
-        left.set(xlim=(0, 1.14 * max([whole, *(c.chosen.bytes for c in choices)])), yticks=[])
-        left.set_ylim(len(choices) - 0.45, -0.85)
+            right.plot(_place(bar.noise), row, "o", color=bar.color, markersize=8, zorder=4)
+        left.axvline(whole, color=MUTED, linewidth=1.2, linestyle=(0, (4, 2)), zorder=0)
+        left.set(xlim=(0, 1.16 * max([whole, *(bar.bytes for bar in bars)])), yticks=[], xticks=[0, 4, 8, 12, 16])
+        left.set_ylim(len(bars) - 0.45, -0.85)
         left.set_title("bytes a parameter", color=INK)
-        left.set_xticks([0, 4, 8, 12, 16])
         right.set(xlim=(_LEAST / 1.6, 3.0))
-        ticks = [1e-4, 1e-3, 1e-2, 1e-1, 1]
-        right.set_xticks(ticks, ["0.01", "0.1", "1", "10", "100"])
+        right.set_xticks([1e-4, 1e-3, 1e-2, 1e-1, 1], ["0.01", "0.1", "1", "10", "100"])
         right.minorticks_off()
         right.set_title("noise, %", color=INK)
         if tolerance is not None:
-            right.axvline(_place(tolerance), color=INK, linewidth=1.5, linestyle=(0, (4, 2)))
+            right.axvline(_place(tolerance), color=INK, linewidth=1.5, linestyle=(0, (4, 2)), zorder=1)
         for axis in (left, right):
             axis.grid(False, axis="y")
             axis.spines["left"].set_visible(False)
@@ -160,14 +187,17 @@ def _figure(choices: Sequence[Choice], colors: Mapping[str, str], tolerance: flo
 
 def _place(noise: float) -> float:
     """Where a share is drawn: inside the scale."""
-    return min(max(noise, _LEAST), 2.2) if not math.isnan(noise) else 2.2
+    return _MOST if math.isnan(noise) else min(max(noise, _LEAST), _MOST)
 
 
-def _label(choice: Choice) -> str:
-    first, more = choice.parameters[0], len(choice.parameters) - 1
-    room = _NAME - (len(f" and {more} more") if more else 0)
-    short = first if len(first) <= room else "…" + first[1 - room :]
-    return f"{short} and {more} more" if more else short
+def _names(choice: Choice) -> str:
+    more = len(choice.parameters) - 1
+    return choice.parameters[0] + (f" and {more} more" if more else "")
+
+
+def _breakable(name: str) -> Markup:
+    """A name that a narrow column breaks after its dots and underscores."""
+    return Markup("<wbr>").join(re.split(r"(?<=[._])", name))
 
 
 def _cell(kept: Kept | None) -> tuple[str, str]:
@@ -182,9 +212,9 @@ def _row(choice: Choice, recipe: FittedRecipe) -> dict[str, Any]:
     whole = sum(each.elements for each in recipe.choices)
     lost = choice.lost
     return {
-        "names": choice.parameters,
+        "names": Markup(", ").join(map(_breakable, choice.parameters)),
         "size": f"{choice.elements:,} in {choice.tensors:,} tensor{'s' if choice.tensors != 1 else ''}",
-        "share": f"{percent(choice.elements / whole)} of all",
+        "share": f"{percent(choice.elements / whole)} of\u00a0all",
         "cells": [_cell(each) for each in (choice.chosen, choice.narrower, choice.wider)],
         "lost": MISSING if lost is None else f"{percent(lost[0])} to {percent(lost[1])}",
         "reason": choice.reason,
@@ -193,10 +223,8 @@ def _row(choice: Choice, recipe: FittedRecipe) -> dict[str, Any]:
 
 def _total(recipe: FittedRecipe) -> dict[str, Any]:
     """All groups together."""
-    costs = [f"{mean_bytes(recipe.choices):.2f} bytes"]
-    noise, times = recipe.facts.get("noise"), [choice.chosen.ms for choice in recipe.choices]
-    if noise is not None:
-        costs.append(f"{percent(noise)} noise")
+    costs = [f"{mean_bytes(recipe.choices):.2f} bytes", f"{percent(mean_noise(recipe.choices))} noise"]
+    times = [choice.chosen.ms for choice in recipe.choices]
     known = [each for each in times if each is not None]
     if len(known) == len(times):
         costs.append(f"{sum(known):.3g}\u00a0ms")
@@ -214,8 +242,8 @@ def _layers(recipe: FittedRecipe) -> Table:
         return f"{computed.plan.title} ({', '.join(parts)})" if parts else computed.plan.title
 
     rows = [
-        [", ".join(each.layers), f"{each.count}", cell(each.chosen), percent(each.chosen.share),
-         cell(each.narrower), cell(each.wider), each.reason]
+        [Markup(", ").join(map(_breakable, each.layers)), f"{each.count}", cell(each.chosen),
+         percent(each.chosen.share), cell(each.narrower), cell(each.wider), each.reason]
         for each in recipe.layers
     ]  # fmt: skip
     columns = ["Layers", "Count", "Chosen", "Worst error", "Next narrower", "Next wider", "Why"]
