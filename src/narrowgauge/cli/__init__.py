@@ -1,4 +1,5 @@
-"""The command line: `narrowgauge compare`, `train`, `tokens`, `plan`, `report`, `watch`, `formats` and `bench`.
+"""The command line: `narrowgauge compare`, `train`, `fit`, `tokens`, `plan`, `report`, `watch`, `formats` and
+`bench`.
 
 Bad input ends in one line on stderr and exit status 2; Ctrl-C in status 130.
 """

@@ -15,6 +15,7 @@ import typer
 from narrowgauge import __version__
 from narrowgauge.cli import _options
 from narrowgauge.cli._files import UsageError
+from narrowgauge.cli._fit_options import FitOptions, fit_hints, read_run
 from narrowgauge.cli._options import command_of
 from narrowgauge.cli._train import read_config, tokens, train, train_hints
 from narrowgauge.trainers import TrainSettings
@@ -109,6 +110,19 @@ app.command(
     help="Train a language model on text, or CLIP or ViT on images, and leave a folder that transformers loads. "
     "After a kill the same command goes on from the last checkpoint.",
 )(command_of(TrainSettings, _train, train_hints(), config=Annotated[Path | None, _config]))
+
+
+def _fit(options: Any, context: typer.Context) -> int:
+    """Measure your model on your data, and choose a format for every tensor: recipe.toml, and a bill of costs."""
+    from narrowgauge.cli._fit import fit
+
+    return fit(options, context.obj)
+
+
+_of_a_run = typer.Option(
+    "--config", help="A TOML file of a training's flags; flags win.", callback=read_run, is_eager=True
+)
+app.command(name="fit")(command_of(FitOptions, _fit, fit_hints(), config=Annotated[Path | None, _of_a_run]))
 
 
 @_command(_options.TokensOptions)

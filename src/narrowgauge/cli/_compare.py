@@ -7,7 +7,6 @@ one process.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,8 +16,8 @@ from rich.text import Text
 
 from narrowgauge import trainers
 from narrowgauge.cli._console import Display, asked_to_stop, complain
-from narrowgauge.cli._environment import find_device, out_of_memory
-from narrowgauge.cli._files import UsageError, user_input
+from narrowgauge.cli._environment import find_device, out_of_memory, refuse_processes
+from narrowgauge.cli._files import UsageError, folder_to_write, user_input
 from narrowgauge.cli._options import CompareOptions
 from narrowgauge.cli._report._compare_page import write_report
 from narrowgauge.cli._results import REPORT, RESULTS, set_aside, write_results
@@ -47,9 +46,7 @@ def compare(options: CompareOptions, command: str) -> int:
         The exit status: 0, 130 if it was interrupted, 2 if a model did not fit into memory; in the latter two
         cases what was complete is written all the same.
     """
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        world = os.environ["WORLD_SIZE"]
-        raise UsageError(f"compare: got WORLD_SIZE={world}, runs in one process; start it without torchrun")
+    refuse_processes("compare")
     with user_input():
         device = _check(options)
     threads = torch.get_num_threads()
@@ -82,9 +79,9 @@ class Record(CompareProgress):
         found: what was found so far.
     """
 
-    def __init__(self, options: CompareOptions) -> None:
+    def __init__(self, options: CompareOptions, unit: str = "tokens") -> None:
         """Nothing is written before the first run is in."""
-        self.display = CompareDisplay(options)
+        self.display = CompareDisplay(options, unit)
         self.asked: Sequence[int] = ()
         self.found: Comparison | None = None
         self._out = options.out
@@ -138,7 +135,7 @@ def _check(options: CompareOptions) -> torch.device:
             raise UsageError(f"--{name.replace('_', '-')} must be an integer of at {bound}, got {got}")
     if options.seed + options.seeds > 2**32:
         raise UsageError(f"--seed must leave all seeds below 2^32, got {options.seed} with --seeds {options.seeds}")
-    _check_out(options)
+    folder_to_write("--out", options.out)
     return find_device(options.device)
 
 
@@ -148,16 +145,6 @@ def _named(options: CompareOptions) -> dict[str, Recipe]:
     except ValueError as error:
         words = str(error)
         raise UsageError(f"--{words}" if words.startswith("recipes must") else words) from None
-
-
-def _check_out(options: CompareOptions) -> None:
-    out = options.out
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out: cannot make the folder {out}: {error.strerror}") from None
-    if not os.access(out, os.W_OK | os.X_OK):
-        raise UsageError(f"--out: cannot write into {out}: takes a folder with write permission")
 
 
 def _prepare(options: CompareOptions, display: CompareDisplay) -> tuple[TokenizedCorpus, dict[str, Any]]:
@@ -224,9 +211,10 @@ def _train_all(
 class CompareDisplay(Display):
     """Progress bars on a terminal, one line a run elsewhere; then the table."""
 
-    def __init__(self, options: CompareOptions) -> None:
+    def __init__(self, options: CompareOptions, unit: str) -> None:
         """No run has begun."""
         super().__init__()
+        self._unit = unit
         self._all: TaskID | None = None
         self._run: TaskID | None = None
         self._steps, self._runs = options.steps, options.seeds * len(options.names)
@@ -249,7 +237,7 @@ class CompareDisplay(Display):
         assert self._run is not None
         assert self._all is not None
         seconds = max(1e-9, self.bars.get_time() - self._started)
-        note = f"loss {loss:.3f}, {number * self._tokens / seconds:,.0f} tokens/s"
+        note = f"loss {loss:.3f}, {number * self._tokens / seconds:,.0f} {self._unit}/s"
         self.bars.update(self._run, completed=number, note=note)
         self.bars.update(self._all, completed=self._finished * self._steps + number)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from narrowgauge.cli._files import UsageError
 from narrowgauge.trainers._environment import describe_environment, usable_cores
 
-__all__ = ["describe_environment", "find_device", "out_of_memory", "usable_cores"]
+__all__ = ["describe_environment", "find_device", "out_of_memory", "refuse_processes", "usable_cores"]
 
 
 def find_device(name: str) -> torch.device:
@@ -31,3 +33,10 @@ def out_of_memory(error: RuntimeError) -> bool:
     """Whether memory ran out, on any device."""
     # The CPU allocator has no exception class of its own.
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def refuse_processes(command: str) -> None:
+    """A UsageError for a command of one process that torchrun has started in several."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    if world != "1":
+        raise UsageError(f"{command}: got WORLD_SIZE={world}, runs in one process; start it without torchrun")

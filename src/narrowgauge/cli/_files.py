@@ -60,6 +60,16 @@ def write_output(option: str, path: Path, content: str | bytes) -> None:
         raise UsageError(f"{option}: cannot write {str(path)!r}: {error.strerror or error}") from None
 
 
+def folder_to_write(option: str, path: Path) -> None:
+    """Make a folder; a UsageError names the option if that is not possible, or nothing can be written there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{option}: cannot make the folder {path}: {error.strerror}") from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise UsageError(f"{option}: cannot write into {path}: takes a folder with write permission")
+
+
 def expanded(option: str, path: Path) -> Path:
     """The path with `~` replaced by a home folder; a UsageError for a home that does not exist."""
     try:

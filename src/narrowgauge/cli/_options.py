@@ -263,7 +263,8 @@ def command_of(
     Args:
         options: the dataclass.
         run: what is called with an instance of it; gives the exit status. Its docstring is the command's help.
-        hints: the fields' annotations with typer's options in them; the dataclass' own if None.
+        hints: the fields' annotations with typer's options in them; the dataclass' own if None. Fields that are
+            not among them are no options, and stay at their defaults.
         more: further parameters with their annotations: options that are no fields, and are read before.
     """
     found = get_type_hints(options, include_extras=True) if hints is None else hints
@@ -284,7 +285,8 @@ def command_of(
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
     parameters = [parameter("context", typer.Context, MISSING)]
-    parameters += [parameter(f.name, found[f.name], f.default) for f in fields(options)]
+    defaults = {f.name: f.default for f in fields(options)}
+    parameters += [parameter(name, found[name], defaults[name]) for name in found if name in defaults]
     parameters += [parameter(name, annotation, None) for name, annotation in more.items()]
     made: Any = command
     made.__signature__ = inspect.Signature(parameters, return_annotation=int)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,10 @@ def write_results(results: Json, out: Path) -> Path:
     return path
 
 
-def set_aside(out: Path) -> None:
-    """Rename an earlier comparison's files in this folder after the time of its writing."""
+def set_aside(out: Path, names: Sequence[str] = (RESULTS, REPORT)) -> None:
+    """Rename what an earlier command, a comparison say, left in this folder, after the time of its writing."""
     stamp = None
-    for name in (RESULTS, REPORT):
+    for name in names:
         path = out / name
         if path.exists():
             stamp = stamp or datetime.fromtimestamp(path.stat().st_mtime, UTC).strftime("%Y%m%dT%H%M%SZ")

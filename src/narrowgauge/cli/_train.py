@@ -38,10 +38,10 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
-def train_hints() -> dict[str, Any]:
-    """The fields of `TrainSettings` as options."""
-    hints = get_type_hints(TrainSettings)
-    for f in fields(TrainSettings):
+def train_hints(settings: type[TrainSettings] = TrainSettings) -> dict[str, Any]:
+    """The fields of `TrainSettings`, or of a class derived from it, as options."""
+    hints = get_type_hints(settings)
+    for f in fields(settings):
         help = f.metadata["help"]
         if f.name in _LISTS:
             help = f"{help.rstrip('.')}: {', '.join(_LISTS[f.name])}."

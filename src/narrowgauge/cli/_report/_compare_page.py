@@ -8,7 +8,6 @@ anywhere has no validation loss and takes no part in the comparison of losses.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 from narrowgauge._text import listed
 from narrowgauge.cli._report import _compare_charts as charts
-from narrowgauge.cli._report._page import MISSING, write_page
+from narrowgauge.cli._report._page import MISSING, definitions, fact, write_page
 
 Json = dict[str, Any]
 # A sentence names this many recipes; it sums up the others.
@@ -47,7 +46,7 @@ def write_report(results: Json, path: Path) -> None:
         columns=_columns(results),
         rows=[_row(name, results) for name in results["recipes"]],
         details={
-            title: _definitions(results[title.lower()])
+            title: definitions(results[title.lower()])
             for title in ("Settings", "Data", "Model", "Environment")
             if results[title.lower()]
         },
@@ -87,7 +86,7 @@ def _row(name: str, results: Json) -> Json:
         (_percent(recipe["edq"]), ""),
         (_percent(recipe["lost_updates"]), ""),
     ]
-    settings = ", ".join(f"{key} {_value(value)}" for key, value in recipe.get("settings", {}).items())
+    settings = ", ".join(f"{key} {fact(value)}" for key, value in recipe.get("settings", {}).items())
     alias = ", ".join(filter(None, (recipe["recipe"] if recipe["recipe"] != name else "", settings)))
     return {"name": name, "alias": alias, "title": recipe["title"], "is_reference": is_reference, "cells": cells}
 
@@ -229,20 +228,6 @@ def _missing(results: Json) -> list[str]:
         short = {name: seeds - len(recipe["seeds"]) for name, recipe in recipes.items()}
         missing += [f"{name} ({count} of {seeds} seeds)" for name, count in short.items() if count > 0]
     return missing
-
-
-def _definitions(facts: Json) -> list[tuple[str, str]]:
-    return [(key.replace("_", " "), _value(value)) for key, value in facts.items()]
-
-
-def _value(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: MISSING, True: "yes", False: "no"}[value]
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, list):
-        return ", ".join(map(_value, value))
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _number(value: float | None, spec: str) -> str:

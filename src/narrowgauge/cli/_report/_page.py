@@ -6,7 +6,9 @@ allows itself no connection to anywhere: styles and figures are inline, and its 
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -70,6 +72,22 @@ def render(template: str, **values: Any) -> str:
 
 def _source(name: str) -> str:
     return resources.files("narrowgauge.cli").joinpath("templates", name).read_text(encoding="utf-8")
+
+
+def definitions(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Plain values by name, as terms and texts."""
+    return [(key.replace("_", " "), fact(value)) for key, value in facts.items()]
+
+
+def fact(value: object) -> str:
+    """A plain value in words."""
+    if value is None or isinstance(value, bool):
+        return {None: MISSING, True: "yes", False: "no"}[value]
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(fact, value))
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def number(value: float | None) -> str:

@@ -1,0 +1,110 @@
+# ruff: noqa: RUF009  # a field's default, its help and what it must be are one call
+"""The options of `narrowgauge fit`: the training that is planned, as `train` has it, and what may be spent on it.
+
+What is left out of train's options is what neither the choice nor the check of it depends on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from narrowgauge.cli._files import UsageError
+from narrowgauge.cli._train import read_config, train_hints
+from narrowgauge.trainers import SettingsError, TrainSettings
+from narrowgauge.trainers._models import preset
+
+_TOLERANCE = 0.1
+_LIMITS = ("memory", "bytes", "tolerance")
+# The options, in the order of the help: first the command's own, then those of the planned training.
+_OWN = (*_LIMITS, "linear", "seconds", "verify", "verify_steps", "verify_seeds", "out")
+OF_TRAINING = (
+    "data", "model", "steps", "batch", "accumulate", "sequence", "vocabulary", "validation_data", "columns", "seed",
+    "lr", "schedule", "warmup", "final_lr", "beta1", "beta2", "beta2_schedule", "eps", "weight_decay", "decay_all",
+    "clip", "stable_embedding", "layer_scale", "kq_norm", "patch_norm", "patch_dropout", "crop_scale", "flip",
+    "workers", "attention", "device", "validation_windows",
+)  # fmt: skip
+# Of those, what compare takes with the same meaning.
+OF_COMPARE = (
+    "data", "model", "batch", "sequence", "vocabulary", "seed", "lr", "beta1", "beta2", "eps", "weight_decay",
+    "device",
+)  # fmt: skip
+
+
+def _own(default: Any, help: str, must_be: str = "", good: Callable[[Any], bool] = lambda value: True) -> Any:
+    return field(default=default, metadata={"help": help, "must be": must_be, "good": good})
+
+
+def _above_zero(default: float | None, help: str) -> Any:
+    return _own(default, help, "a number above 0", lambda value: 0 < value < math.inf)
+
+
+def _count(default: int, help: str) -> Any:
+    return _own(default, help, "an integer from 1 to 2^31 - 1", lambda value: 1 <= value < 2**31)
+
+
+@dataclass(frozen=True)
+class FitOptions(TrainSettings):
+    """The training that is planned, and what may be spent on it; fields as in `TrainSettings`."""
+
+    out: Path = _own(Path("runs/fit"), "Folder for recipe.toml and bill.html.")
+    linear: str = _own(
+        "none", "Formats to consider for linear layers: none, int8, e4m3, or auto (those of the device).",
+        "one of none, auto, int8, e4m3", lambda value: value in ("none", "auto", "int8", "e4m3"),
+    )  # fmt: skip
+    memory: str | None = _own(None, "Limit: memory of the GPU, such as 24GB.")
+    bytes: float | None = _above_zero(None, "Limit: bytes a parameter.")
+    tolerance: float | None = _above_zero(
+        None, f"Limit: share of the gradient's noise that rounding may add; {_TOLERANCE} if no limit is given."
+    )
+    seconds: float = _above_zero(90.0, "How long the measurement may take, about.")
+    verify: bool = _own(False, "Then train with the choice and with D, side by side.")
+    verify_steps: int = _count(300, "Steps of each of these runs.")
+    verify_seeds: int = _count(3, "Runs of each, with other seeds.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = [f"--{name}" for name in _LIMITS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise UsageError(f"--memory, --bytes or --tolerance: takes one of them, got {' and '.join(given)}")
+        if self.memory is not None:
+            from narrowgauge.recipes._plan import parse_bytes  # planning takes a tenth of a second to import
+
+            parse_bytes("--memory", self.memory)
+        if self.accumulate > 1 and preset(self.model).objective == "contrastive":
+            raise SettingsError(
+                f"--accumulate must be 1 with --model {self.model}, got {self.accumulate}: an image is contrasted "
+                "with all captions of a step, which fit computes in one piece"
+            )
+
+    @property
+    def plan(self) -> None:
+        """None: plans are chosen."""
+
+    @property
+    def limit(self) -> dict[str, Any]:
+        """The limit, as `recipes.fit` takes it."""
+        if self.memory is not None:
+            return {"memory": self.memory}
+        if self.bytes is not None:
+            return {"bytes_per_parameter": self.bytes}
+        return {"tolerance": _TOLERANCE if self.tolerance is None else self.tolerance}
+
+
+def fit_hints() -> dict[str, Any]:
+    """The options of the command."""
+    hints = train_hints(FitOptions)
+    return {name: hints[name] for name in (*_OWN, *OF_TRAINING)}
+
+
+def read_run(context: typer.Context, path: Path | None) -> Path | None:
+    """Take the values of a training's file, but for the names that mean something else here."""
+    read_config(context, path)
+    for name in _OWN:
+        (context.default_map or {}).pop(name, None)
+    return path

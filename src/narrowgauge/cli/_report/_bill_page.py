@@ -1,0 +1,266 @@
+"""bill.html: what `narrowgauge fit` chose, what it costs, and what the neighbors would have cost, as one page.
+
+The page is for a reader who knows none of the words: it opens with the result in one sentence, and says at its end
+what bytes, noise and the names of formats mean. All numbers are the recipe's own.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from narrowgauge import recipes
+from narrowgauge.cli._charts import INK, MUTED, PALETTE, SERIES, LineStyle, page_figure, printable
+from narrowgauge.cli._report._page import MISSING, Table, definitions, write_page
+from narrowgauge.cli._report._run_drawing import short
+from narrowgauge.recipes._fitted import Choice, Computed, FittedRecipe, Kept
+
+# What the bill is set beside: mixed precision, and the narrow recipe that is chosen without a measurement.
+MIXED, NARROW = "D", "adamw8bit-split8"
+_BARS, _SMALL = 24, 0.005  # groups that have a row in the figure, and the least share of the elements for one
+_LEAST, _MOST = 1e-4, 2.2  # ends of the noise's scale
+
+_WEIGHTS = {
+    "plain": "the weight alone, in the format that the model computes in",
+    "master": "a bf16 weight and a copy in fp32",
+    "kahan": "a bf16 weight, and what rounding has cut off so far",
+    "stochastic": "a bf16 weight that is rounded up or down at random",
+    "expansion": "two bf16 numbers, whose sum is the weight",
+    "split": "a bf16 weight and 16 further bits: exactly the fp32 number",
+    "split8": "a bf16 weight and 8 further bits: 24 bits together",
+}
+_STATES = {
+    "fp32": "32 bits, as usual",
+    "bf16": "16 bits, 8 of them for the digits",
+    "expansion": "two bf16 numbers, whose sum is the value",
+    "log8": "8 bits on a logarithmic scale, and a scale for each block",
+    "log4": "4 bits on a logarithmic scale, and a scale for each block",
+    "8bit": "8 bits by a table of values, and a scale for each block",
+    "factored": "a number for each row and each column of a matrix",
+}
+
+
+def write_bill(
+    recipe: FittedRecipe, path: Path, *, checked: str = "", checked_page: str = "", commands: Sequence[str] = ()
+) -> None:
+    """Write the page at once and whole.
+
+    Args:
+        recipe: of at least one choice.
+        path: the file to write, in a folder that exists.
+        checked: what training beside D found, in a sentence; empty if that was not done.
+        checked_page: where its page is, from this page.
+        commands: what to type next.
+    """
+    choices = sorted(recipe.choices, key=lambda choice: -choice.elements)
+    colors = _colors(choices)
+    write_page(
+        path,
+        "bill.html.j2",
+        recipe=recipe,
+        summary=summary(recipe),
+        checked=checked,
+        checked_page=checked_page,
+        commands=commands,
+        figure=_figure(list(_bars(choices, colors)), recipe.facts.get("tolerance")),
+        legend={way: LineStyle(color, (), 8.0) for way, color in colors.items()},
+        tolerance=recipe.facts.get("tolerance"),
+        choices=[_row(choice, recipe) for choice in choices],
+        total=_total(recipe),
+        layers=_layers(recipe),
+        facts=definitions(recipe.facts),
+        words=_words(choices),
+    )
+
+
+def summary(recipe: FittedRecipe) -> str:
+    """The result in a sentence."""
+    whole, eight = (recipes.get(name).bytes_per_parameter() for name in (MIXED, NARROW))
+    kept, noise, tolerance = mean_bytes(recipe.choices), mean_noise(recipe.choices), recipe.facts.get("tolerance")
+    text = (
+        f"Training this model takes {kept:.2f} bytes a parameter, where fp32 master weights and moments ({MIXED}) "
+        f"take {whole:.2f} and {NARROW} takes {eight:.2f}; rounding adds {percent(noise)} of the noise that the "
+        "gradient itself adds"
+    )
+    return f"{text}." if tolerance is None else f"{text}, and {percent(tolerance)} is tolerated."
+
+
+def mean_bytes(choices: Sequence[Choice]) -> float:
+    """Bytes a parameter, over all groups."""
+    return sum(c.elements * c.chosen.bytes for c in choices) / sum(c.elements for c in choices)
+
+
+def mean_noise(choices: Sequence[Choice]) -> float:
+    """The noise of all groups together: the root of the mean of its squares over all numbers."""
+    squares = sum(c.elements * c.chosen.noise**2 for c in choices)
+    return math.sqrt(squares / sum(c.elements for c in choices))
+
+
+def way(kept: Kept) -> str:
+    """How parameters are kept: "split8, m log4, v log8"."""
+    if len(set(kept.states.values())) == 1:
+        return f"{kept.weights}, moments {next(iter(kept.states.values()))}"
+    return ", ".join([kept.weights, *(f"{slot} {name}" for slot, name in kept.states.items())])
+
+
+def percent(share: float) -> str:
+    """A share with two digits that count; the number and its sign stay on one line."""
+    if not share <= 1e4:
+        return "more than 1,000,000\u00a0%"
+    value = 100 * share
+    return f"{value:,.0f}\u00a0%" if value >= 100 else f"{float(f'{value:.2g}'):.6g}\u00a0%"
+
+
+def _colors(choices: Sequence[Choice]) -> dict[str, str]:
+    """A variable of the palette for each way to keep parameters, the narrowest first."""
+    ways = {way(c.chosen): c.chosen.bytes for c in choices}
+    return {each: SERIES[n % len(SERIES)] for n, each in enumerate(sorted(ways, key=lambda w: (ways[w], w)))}
+
+
+@dataclass(frozen=True)
+class _Bar:
+    """A row of the figure: a group, or all groups that are too small for a row."""
+
+    name: str
+    bytes: float
+    noise: float
+    narrower: float | None
+    color: str
+
+
+def _bars(choices: Sequence[Choice], colors: Mapping[str, str]) -> Iterator[_Bar]:
+    """The rows of the figure: groups with their shares of all elements, then the small ones together."""
+    whole = sum(choice.elements for choice in choices)
+    large = [c for c in choices if c.elements >= _SMALL * whole][:_BARS]
+    names = short([printable(_names(c)) for c in large])
+    for name, c in zip(names, large, strict=True):
+        narrower = None if c.narrower is None else c.narrower.noise
+        share = percent(c.elements / whole)
+        yield _Bar(f"{name} ({share})", c.chosen.bytes, c.chosen.noise, narrower, PALETTE[colors[way(c.chosen)]][0])
+    if rest := [c for c in choices if c not in large]:
+        share = percent(sum(c.elements for c in rest) / whole)
+        ways = {way(c.chosen) for c in rest}
+        color = PALETTE[colors[ways.pop()]][0] if len(ways) == 1 else MUTED
+        name = f"{len(rest)} smaller group{'s together' if len(rest) > 1 else ''} ({share})"
+        yield _Bar(name, mean_bytes(rest), max(c.chosen.noise for c in rest), None, color)
+
+
+def _figure(bars: Sequence[_Bar], tolerance: float | None) -> Markup:
+    """Bytes of each group as bars, and beside them its noise, with that of the next narrower choice."""
+    title = "Bytes a parameter and noise of each group of parameters"
+    grid: dict[str, Any] = {"sharey": True, "width_ratios": (3, 2)}
+    with page_figure("bill", title, 80 + 48 * len(bars), 1, 2, **grid) as drawn:
+        left, right = drawn.axes
+        whole = recipes.get(MIXED).bytes_per_parameter()
+        right.set_xscale("log")
+        for row, bar in enumerate(bars):
+            left.text(0, row - 0.27, bar.name, va="bottom", fontsize=13, color=INK, zorder=5)
+            left.barh(row, bar.bytes, 0.42, color=bar.color)
+            spot: dict[str, Any] = {"textcoords": "offset points", "va": "center", "color": INK, "fontsize": 13}
+            left.annotate(f"{bar.bytes:.4g}", (bar.bytes, row), (5, 0), **spot)
+            if bar.narrower is not None:
+                ends = [_place(bar.noise), _place(bar.narrower)]
+                right.plot(ends, [row, row], color=MUTED, linewidth=1, zorder=2)
+                right.plot(ends[1], row, "o", color=MUTED, markersize=7, markerfacecolor="none", zorder=3)
+            right.plot(_place(bar.noise), row, "o", color=bar.color, markersize=8, zorder=4)
+        left.axvline(whole, color=MUTED, linewidth=1.2, linestyle=(0, (4, 2)), zorder=0)
+        left.set(xlim=(0, 1.16 * max([whole, *(bar.bytes for bar in bars)])), yticks=[], xticks=[0, 4, 8, 12, 16])
+        left.set_ylim(len(bars) - 0.45, -0.85)
+        left.set_title("bytes a parameter", color=INK)
+        right.set(xlim=(_LEAST / 1.6, 3.0))
+        right.set_xticks([1e-4, 1e-3, 1e-2, 1e-1, 1], ["0.01", "0.1", "1", "10", "100"])
+        right.minorticks_off()
+        right.set_title("noise, %", color=INK)
+        if tolerance is not None:
+            right.axvline(_place(tolerance), color=INK, linewidth=1.5, linestyle=(0, (4, 2)), zorder=1)
+        for axis in (left, right):
+            axis.grid(False, axis="y")
+            axis.spines["left"].set_visible(False)
+    return drawn.svg
+
+
+def _place(noise: float) -> float:
+    """Where a share is drawn: inside the scale."""
+    return _MOST if math.isnan(noise) else min(max(noise, _LEAST), _MOST)
+
+
+def _names(choice: Choice) -> str:
+    more = len(choice.parameters) - 1
+    return choice.parameters[0] + (f" and {more} more" if more else "")
+
+
+def _breakable(name: str) -> Markup:
+    """A name that a narrow column breaks after its dots and underscores."""
+    return Markup("<wbr>").join(re.split(r"(?<=[._])", name))
+
+
+def _cell(kept: Kept | None) -> tuple[str, str]:
+    """How parameters are kept, and what that costs."""
+    if kept is None:
+        return MISSING, ""
+    costs = [f"{kept.bytes:.4g} bytes", f"{percent(kept.noise)} noise"]
+    return way(kept), ", ".join([*costs, *([] if kept.ms is None else [f"{kept.ms:.3g}\u00a0ms"])])
+
+
+def _row(choice: Choice, recipe: FittedRecipe) -> dict[str, Any]:
+    whole = sum(each.elements for each in recipe.choices)
+    lost = choice.lost
+    return {
+        "names": Markup(", ").join(map(_breakable, choice.parameters)),
+        "size": f"{choice.elements:,} in {choice.tensors:,} tensor{'s' if choice.tensors != 1 else ''}",
+        "share": f"{percent(choice.elements / whole)} of\u00a0all",
+        "cells": [_cell(each) for each in (choice.chosen, choice.narrower, choice.wider)],
+        "lost": MISSING if lost is None else f"{percent(lost[0])} to {percent(lost[1])}",
+        "reason": choice.reason,
+    }
+
+
+def _total(recipe: FittedRecipe) -> dict[str, Any]:
+    """All groups together."""
+    costs = [f"{mean_bytes(recipe.choices):.2f} bytes", f"{percent(mean_noise(recipe.choices))} noise"]
+    times = [choice.chosen.ms for choice in recipe.choices]
+    known = [each for each in times if each is not None]
+    if len(known) == len(times):
+        costs.append(f"{sum(known):.3g}\u00a0ms")
+    return {"size": f"{sum(choice.elements for choice in recipe.choices):,}", "costs": ", ".join(costs)}
+
+
+def _layers(recipe: FittedRecipe) -> Table:
+    """The linear layers' plans."""
+
+    def cell(computed: Computed | None) -> str:
+        if computed is None:
+            return MISSING
+        parts = [f"{name.replace('_', ' ')} {percent(noise)}" for name, noise in computed.noise.items()]
+        parts += [] if computed.ms is None else [f"{computed.ms:.3g}\u00a0ms"]
+        return f"{computed.plan.title} ({', '.join(parts)})" if parts else computed.plan.title
+
+    rows = [
+        [Markup(", ").join(map(_breakable, each.layers)), f"{each.count}", cell(each.chosen),
+         percent(each.chosen.share), cell(each.narrower), cell(each.wider), each.reason]
+        for each in recipe.layers
+    ]  # fmt: skip
+    columns = ["Layers", "Count", "Chosen", "Worst error", "Next narrower", "Next wider", "Why"]
+    remark = (
+        "In parentheses: the error of each multiply in eight bits, as a share of its result. The worst of them is "
+        "given over the share that noise has in the weights' gradient: below 100 % the batch disturbs it more."
+    )
+    return Table(columns, rows, remark)
+
+
+def _words(choices: Sequence[Choice]) -> Iterator[tuple[str, str]]:
+    """The names of formats on the page, and what they mean."""
+    every = [k for c in choices for k in (c.chosen, c.narrower, c.wider) if k is not None]
+    for kind, meanings, used in (
+        ("weights", _WEIGHTS, {kept.weights for kept in every}),
+        ("moments", _STATES, {name for kept in every for name in kept.states.values()}),
+    ):
+        for name, meaning in meanings.items():
+            if name in used:
+                yield f"{name} ({kind})", meaning
