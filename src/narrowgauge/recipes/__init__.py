@@ -1,7 +1,8 @@
 """Named precision strategies, and the memory that a training takes under one.
 
 `get` gives a recipe by name; it casts a model and makes its optimizer in one call. `plan_memory` says what that
-takes on a GPU before there is one: bytes by what they hold, the peak of a step, and what else would fit.
+takes on a GPU before there is one: bytes by what they hold, the peak of a step, and what else would fit. `Adapt`
+widens a storage in the running optimizer where it loses too much.
 """
 
 from importlib import import_module
@@ -12,16 +13,29 @@ from narrowgauge.recipes._recipe import Recipe, get, names, parse, register
 from narrowgauge.recipes._to_torch import to_torch
 
 if TYPE_CHECKING:
+    from narrowgauge.recipes._adapt import Adapt, Change
     from narrowgauge.recipes._plan import MemoryPlan, plan_memory
 
-__all__ = ["MemoryPlan", "Recipe", "cast", "get", "names", "parse", "plan_memory", "register", "to_torch"]
-_LAZY = ("MemoryPlan", "plan_memory")
+__all__ = [
+    "Adapt",
+    "Change",
+    "MemoryPlan",
+    "Recipe",
+    "cast",
+    "get",
+    "names",
+    "parse",
+    "plan_memory",
+    "register",
+    "to_torch",
+]
+_LAZY = {"MemoryPlan": "_plan", "plan_memory": "_plan", "Adapt": "_adapt", "Change": "_adapt"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import planning on first use: it takes a tenth of a second, and training does not need it."""
+    """Import on first use what takes a tenth of a second, and what most trainings do without."""
     if name in _LAZY:
-        return getattr(import_module("narrowgauge.recipes._plan"), name)
+        return getattr(import_module(f"narrowgauge.recipes.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
