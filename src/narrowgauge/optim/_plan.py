@@ -13,6 +13,7 @@ from torch import Tensor
 
 from narrowgauge._torch_private import is_flattened
 from narrowgauge.kernels._codec import Codec, Moment
+from narrowgauge.optim._changes import STORAGES
 from narrowgauge.optim._sharding import Shard, is_shared, shard_of
 from narrowgauge.rules import WEIGHT, Rule, Slot, has_terms
 from narrowgauge.storage import (
@@ -245,7 +246,10 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
     if dtype not in _DTYPES:
         raise ValueError(f"params must be float32, bfloat16 or float16, got {dtype} ({name})")
     strict = group["arithmetic"] == "strict"
-    asked = group["weights"]
+    own = dict(group.get(STORAGES, {}).get(name, {}))
+    asked = own.pop("weights", group["weights"])
+    if asked != "auto" and dtype not in weight_storage(asked).dtypes:
+        asked = group["weights"]  # a checkpoint's, of another dtype
     weight = weight_storage(automatic_weights(dtype, strict) if asked == "auto" else asked)
     if dtype not in weight.dtypes:
         taken = " or ".join(str(dtype).removeprefix("torch.") for dtype in weight.dtypes)
@@ -256,7 +260,7 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
         )
     if strict and not weight.rounded:
         raise ValueError(f"weights must be stored in floats for arithmetic='strict', got {weight.name!r}")
-    storages, active = slot_storages(rule, group), rule.slots(group)
+    storages, active = slot_storages(rule, group, own), rule.slots(group)
     shard = shard_of(p)
     why: dict[str, list[str]] = {}  # by reason, the slots that differ for it
     plans: dict[Slot, SlotPlan] = {}
@@ -265,6 +269,7 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
             continue
         storage, reasons = storages[slot.name], []
         asked_of_slot = group["states"] if isinstance(group["states"], str) else group["states"].get(slot.name)
+        asked_of_slot = own.get(slot.name, asked_of_slot)
         if asked_of_slot not in (None, "expansion", storage.name):
             what = "it is a weight" if slot.storages else f"{asked_of_slot} is for other moments"
             reasons.append(f"in {storage.name}: {what}")
@@ -297,8 +302,10 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
     return ParamPlan(name, index, rule, weight, slots, tuple(plans.values()), strict, noted, kind, shard)
 
 
-def slot_storages(rule: Rule, group: Mapping[str, Any]) -> dict[str, StateStorage]:
-    """The storage asked for each slot, inactive ones included.
+def slot_storages(
+    rule: Rule, group: Mapping[str, Any], own: Mapping[str, str] | None = None
+) -> dict[str, StateStorage]:
+    """The storage asked for each slot, inactive ones included; `own` has those of a single parameter.
 
     ``"expansion"``, as one name for all slots, is the preset of Collage-plus: each slot says what it means there. A
     slot that takes some storages only has the first of them where one name for all is none of them, or where a
@@ -316,6 +323,7 @@ def slot_storages(rule: Rule, group: Mapping[str, Any]) -> dict[str, StateStorag
             states[name] = asked if asked in slot.storages or not slot.storages else slot.storages[0]
     else:
         states = {name: slot.storages[0] for name, slot in slots.items() if slot.storages} | dict(states)
+    states = {**states, **(own or {})}
     names = [slot.name for slot in active]
     if not set(names) <= set(states) <= set(slots):
         raise ValueError(

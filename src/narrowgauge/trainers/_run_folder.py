@@ -15,6 +15,7 @@ The history has a line of JSON each for loss and learning rate by step, speed, a
     {"step": 20, "loss": 7.4375, "lr": 6e-05}
     {"step": 20, "tokens_per_second": 51200.0, "mfu": 0.41}
     {"step": 100, "validation_loss": 5.81, "perplexity": 333.6, "bits_per_byte": 2.41}
+    {"step": 120, "adapted": "h.3.attn.c_attn.weight: weights plain -> split8: 31 % of its update was lost ..."}
 
 A resumed run removes the records after its checkpoint and takes those steps again.
 """
@@ -32,7 +33,7 @@ from typing import Any, TextIO
 
 from narrowgauge import recipes
 from narrowgauge.distributed import latest_checkpoint, load_checkpoint, save_checkpoint
-from narrowgauge.recipes import FittedRecipe
+from narrowgauge.recipes import Adapt, FittedRecipe
 
 from ._build import Parts
 from ._settings import SettingsError, TrainSettings, config_text, config_values, content_of, refuse_others
@@ -97,12 +98,13 @@ def begin(settings: TrainSettings, after: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Checkpointer:
-    """Saves and loads a run; `fingerprint` is that of its data."""
+    """Saves and loads a run; `fingerprint` is that of its data, `adapt` what widens storages, or None."""
 
     settings: TrainSettings
     parts: Parts
     task: Task
     fingerprint: str
+    adapt: Adapt | None = None
 
     def save(self, step: int) -> Path:
         """Write a checkpoint after a step."""
@@ -118,6 +120,7 @@ class Checkpointer:
                 "data": self.fingerprint,
                 "task": self.task.state_dict(),
                 "scaler": self.parts.scaler.state_dict() if self.parts.scaler else None,
+                "adapt": self.adapt.state_dict() if self.adapt else None,
             },
             random_states=True,
         )
@@ -149,7 +152,20 @@ class Checkpointer:
         self.task.load_state_dict(extra["task"])
         if self.parts.scaler is not None:
             self.parts.scaler.load_state_dict(extra["scaler"])
+        self._load_adapt(extra.get("adapt"), found.step, path)
         return found.step
+
+    def _load_adapt(self, state: Mapping[str, Any] | None, step: int, path: Path) -> None:
+        if self.adapt is None:
+            if state and state["changes"]:
+                raise SettingsError(
+                    f"--adapt must be given to go on from {path}, whose run has widened {len(state['changes'])} of "
+                    "its storages or layers"
+                )
+        elif state:
+            self.adapt.load_state_dict(state)
+        else:  # a run that adapts from here on
+            self.adapt.step = step
 
 
 # --- the history

@@ -153,6 +153,11 @@ class TrainSettings:
     validation_windows: int = _count(64, "Windows of held-out text, or images, to validate on.", 1)
     log_every: int = _count(10, "Steps between logs of the loss, which wait for the device.", 1)
     gauges_every: int = _count(10, "Steps between measurements of the gauges; 0 for none.", 0)
+    adapt: bool = _option(False, "Widen what loses too much, where the gauges measure it, while training.")
+    tolerance: float = _option(
+        0.1, "Share of an update, or of a product, that --adapt lets rounding take.",
+        "a number above 0", lambda value: 0 < value < math.inf,
+    )  # fmt: skip
     save_every: int = _count(500, "Steps between checkpoints; 0 for one at the end.", 0)
     keep: int = _count(2, "Checkpoints that are kept.", 1)
     resume: str = _option("auto", "auto: where the folder's newest checkpoint ends; no; or a checkpoint.")
@@ -189,8 +194,26 @@ class TrainSettings:
                 f"--offload must be none or states with --accumulate {self.accumulate}, got 'gradients': nothing "
                 "can be added to a gradient that has left the GPU"
             )
+        if self.adapt:
+            self._check_adapt()
         self._check_model_options(preset(self.model).objective)
         _ = self.plan
+
+    def _check_adapt(self) -> None:
+        if not self.gauges_every:
+            raise SettingsError(
+                "--gauges-every must be at least 1 with --adapt, which acts on what they measure, got 0"
+            )
+        if self.offload != "none":
+            raise SettingsError(
+                f"--offload must be none with --adapt, got {self.offload!r}: states on the CPU are not converted"
+            )
+        hidden = "--compile" if self.compile else "--parallel fsdp" if self.parallel == "fsdp" else None
+        if self.linear != "none" and hidden:
+            raise SettingsError(
+                f"--linear must be none with --adapt and {hidden}, which hides layers from measurements, got "
+                f"{self.linear!r}"
+            )
 
     def _check_model_options(self, objective: str) -> None:
         for f in fields(self):
