@@ -129,11 +129,11 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 
 def test_a_sample_of_rows_and_results_has_the_error_of_the_whole() -> None:
-    x, w, g = numbers(4000, 300), numbers(600, 300, seed=1), numbers(4000, 600, seed=2)
+    x, w, g = numbers(2000, 200), numbers(300, 200, seed=1), numbers(2000, 300, seed=2)
     ways: Any = {name: [EightBit(*s, "int8") for s in scalings] for name, scalings in SCALINGS.items()}
-    (layer,) = record(layer_of(w), x, g, rows=250).layers.values()
+    (layer,) = record(layer_of(w), x, g, rows=125).layers.values()
     (sample,) = layer.records
-    assert (sample.x.shape, sample.g.shape, sample.tokens) == ((250, 300), (250, 600), 4000)
+    assert (sample.x.shape, sample.g.shape, sample.tokens) == ((125, 200), (125, 300), 2000)
     found = layer_errors(layer, ways)
     for multiply, hows in ways.items():
         for how in hows:
@@ -152,7 +152,9 @@ def test_scales_of_a_sample_are_those_of_all_rows() -> None:
     whole = multiply_errors(x, w, g, LinearPlan(output=tensor))["output"]
     assert whole > 0.5
     assert found["output", tensor] == pytest.approx(whole, rel=0.1)
-    assert min(found["grad_weight", how] for how in (tensor, vectors)) > 0.5
+    # The row is most of the whole sum: without it the error is larger.
+    for how in (tensor, vectors):
+        assert found["grad_weight", how] > 2 * multiply_errors(x, w, g, LinearPlan(grad_weight=how))["grad_weight"]
 
 
 # What is recorded
@@ -205,6 +207,7 @@ def test_recording_changes_no_bit_and_leaves_nothing() -> None:
     assert len(records.layers["twice"].records) == before == 4
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of checkpoints in the validation
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_calls_and_micro_batches_are_recorded_as_they_were(reentrant: bool | None) -> None:
     model = odd(reentrant)
@@ -222,6 +225,19 @@ def test_calls_and_micro_batches_are_recorded_as_they_were(reentrant: bool | Non
         assert torch.equal(got.x, x.reshape(24, 16))
         assert got.tokens == 24
     assert list(records.kept) == ["attention", "attention.out_proj", "lm_head", "small"]
+
+
+def test_the_gradient_is_that_of_the_layers_own_output() -> None:
+    """Also if the output is then changed in place, or by another hook."""
+    x, g = numbers(2, 9, 16), numbers(2, 9, 24, seed=2)
+    model = chain(nn.Linear(16, 24), nn.ReLU(inplace=True))
+    model[0].register_forward_hook(lambda layer, args, output: output * 4)
+    with LayerRecords(model) as records:
+        y = model(x)
+        y.backward(g)
+    (got,) = records.layers["0"].records
+    assert torch.equal(got.g, (4 * g * (y > 0)).flatten(0, 1))
+    assert torch.equal(got.g_absmax, got.g.abs().amax(0, keepdim=True))
 
 
 def test_records_are_of_the_dtype_that_the_layer_computes_in() -> None:
@@ -288,7 +304,8 @@ def test_large_rows_need_scales_of_rows_and_large_features_are_lost_by_both() ->
     (choice,) = fit(chain(nn.Linear(64, 64)), rows, 1.0)
     assert choice.chosen.plan.output == EightBit("row", "tensor")
     assert choice.chosen.plan.grad_input == EightBit("tensor", "tensor")
-    assert choice.chosen.plan.grad_weight is None  # each column has a large element
+    # The large rows are most of the sum over rows, and have codes with a scale for each column.
+    assert choice.chosen.plan.grad_weight == EightBit("column", "column")
     assert choice.narrower is not None
     assert choice.narrower.share > 0.03 >= choice.chosen.share
     # One feature is most of the result, and the error of the others is small beside it. So it goes through.

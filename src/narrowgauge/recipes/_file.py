@@ -152,7 +152,7 @@ def read(path: Path) -> dict[str, Any]:
         values["settings"] = {k: _tupled(v) for k, v in values.get("settings", {}).items()}
     except OSError as error:
         raise ValueError(f"recipe must be a file that can be read, got {str(path)!r}: {error.strerror}") from None
-    except (ValueError, OverflowError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None
     return values
 
@@ -178,7 +178,10 @@ def _checked(where: str, value: Any, kind: Any) -> Any:
     taken = int | float if kind is float else kind
     if not isinstance(value, taken) or (isinstance(value, bool) and kind is not object):
         raise ValueError(f"{where} must be {_WORDS[kind]}, got {value!r:.80}")
-    return float(value) if kind is float else value
+    try:
+        return float(value) if kind is float else value
+    except OverflowError:
+        raise ValueError(f"{where} must be a number, got an integer beyond 1e308") from None
 
 
 def _choice(where: str, table: dict[str, Any]) -> Choice:

@@ -135,9 +135,11 @@ class Checkpointer:
         written = path.parent.parent / CONFIG
         if path.parent.name == CHECKPOINTS and written.is_file():
             # Names the flag, where loading would name a tensor of another shape.
-            copy = written.with_name(RECIPE)
-            content = content_of(recipes.load(copy)) if copy.is_file() else ""
-            refuse_others(self.settings, config_values(written), path, content)
+            values, copy = config_values(written), written.with_name(RECIPE)
+            if not str(values.get("recipe")).endswith(copy.suffix):
+                refuse_others(self.settings, values, path)
+            elif copy.is_file():
+                refuse_others(self.settings, values, path, content_of(recipes.load(copy)))
         found = load_checkpoint(path, model=self.parts.model, optimizer=self.parts.optimizer, random_states="own")
         extra = found.extra
         if not isinstance(extra, Mapping) or not {"settings", "data", "task", "scaler"} <= extra.keys():

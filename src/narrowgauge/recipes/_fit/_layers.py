@@ -1,16 +1,20 @@
 """The choice of a plan for each linear layer, by the errors of its multiplies and the noise of its gradient.
 
-The gradient of a batch is a sample: between batches it differs from their mean by n times the mean (root of the
-variance over the squared mean, summed over the weight's elements). Training works with that. An error of the
-multiplies, ρ as `_multiplies` measures it, is one more difference of the gradients. n is its yardstick, and
-`tolerance` says which share of the gradient's noise rounding may have:
+The gradient of a step's batch is a sample: from batch to batch it differs from their mean by n times the mean (n²
+is the variance over the squared mean, summed over the weight's elements). Training works with that. An error ρ of a
+multiply, as `_multiplies` measures it, is one more difference of the gradients. A multiply is done in eight bits
+only where
 
-    a multiply is done in eight bits only where    ρ ≤ tolerance · n    and    ρ ≤ 0.1
+    ρ ≤ tolerance · n    and    ρ ≤ 0.1
 
-The second limit holds however noisy the gradient is. Larger errors are no noise: they come of numbers that become
-zero, so they make results smaller instead of averaging out. In `docs/studies/inner_product_noise.md` a third of the
-error's variance lay along the exact gradient in the layers with ρ² above 1 % (`c_attn`), and 1.1 % at most in those
-with ρ² below 0.07 %.
+The first limit is for errors that do not average out over tokens. They add up as the mean gradient does, to ρ times
+the mean, and the noise is n times the mean: `tolerance` is the share of the noise that they may have. Errors that are
+independent from token to token average out as the noise does, and are ρ of the noise whatever n is: by the second
+limit they add 1 % to its variance at most.
+
+The second limit also holds off errors that are no noise at all, of numbers that become zero: they make results
+smaller. In `docs/studies/inner_product_noise.md` a third of the error's variance lay along the exact gradient in the
+layers with ρ² above 1 % (`c_attn`), and 1.1 % at most in those with ρ² below 0.07 %.
 
 Each layer takes the cheapest plan whose multiplies are all allowed. Like layers with the same plan are shown as one
 choice, with the figures of the worst of them.
@@ -43,7 +47,7 @@ from narrowgauge.linear._tune import LayerKind, Timed, times
 from narrowgauge.recipes._fit._multiplies import LayerRecords, Recorded, layer_errors
 from narrowgauge.recipes._fitted import Computed, LayerChoice
 
-# Errors beyond this are no noise; see the module.
+# The largest error in eight bits, however noisy the gradient is; see the module.
 MOST_ERROR = 0.1
 
 # The scalings of each multiply's operands, the cheapest first: one scale for a tensor, whose codes serve several
@@ -160,7 +164,7 @@ def fit_layers(
         gradient_noise: by the name of the weight, the noise of a step's gradient over the gradient: the root of its
             variance between batches over the square of its mean. A layer without one stays in high precision.
         formats: to try; see `plans`. Of plans that cost the same the earlier format is taken.
-        tolerance: the share of the gradient's noise that rounding may have.
+        tolerance: the share of the gradient's noise that errors may have; see the module.
         tokens: rows of a layer's input in a micro-batch, for `timed`; those that were recorded if None.
         timed: whether to take eight bits only where they are faster than nn.Linear. Then the fastest is taken of
             the cheapest allowed plans in each format, by the table that `swap_linears(tokens=...)` uses. What is
@@ -245,9 +249,7 @@ def _grouped(
 ) -> tuple[LayerChoice, ...]:
     groups: dict[Any, list[_Decision]] = {}
     for one in decisions:
-        # A layer that stays in high precision for its speed is like those where the same plan was slower.
-        key = _alike(one.layer.name), one.plan, one.narrower if one.slow else None
-        groups.setdefault(key, []).append(one)
+        groups.setdefault((_alike(one.layer.name), one.plan, one.slow), []).append(one)
     unmeasured: dict[str, list[str]] = {}
     for name, reason in without.items():
         unmeasured.setdefault(reason, []).append(name)

@@ -15,7 +15,8 @@ X and G is that of all rows. So the errors of `output` and `grad_input`, row by 
 `grad_weight`, a sum over b, the sample is a shorter sum. Where the terms are independent and their errors too, both
 norms grow as √b and ρ stays the same. In a real model ρ² of `grad_weight` changes as b to the power -0.36 to 0.12
 (`docs/studies/inner_product_noise.md`). In float8, and in int8 with tensor-wise scales, the sample thus shows more
-than the error of the whole sum; in int8 with a scale for each column somewhat less.
+than the error of the whole sum; in int8 with a scale for each column somewhat less. So does a large row that the
+sample has not: it sets the scales, and is not in the sum, most of which it would be.
 
 The arithmetic is `quantize` and `scaled_matmul` of `narrowgauge.linear`, simulated: the codes of the real layer,
 products without the tensor cores' shorter sums ("fast" accumulation). What rounding a result to bf16 adds is not in
@@ -42,7 +43,7 @@ from narrowgauge.linear._swap import KEEP, READ_BY_ATTENTION, Candidate, candida
 
 _PACKED = "its projections are one weight, which attention multiplies by without a layer: not measured"
 # Rows or columns of a result that are computed: its norm is estimated from these, evenly spaced.
-_RESULTS = 256
+_RESULTS = 128
 # Whether the left and the right operand are transposed in each product.
 _TRANSPOSED: dict[Multiply, tuple[bool, bool]] = {
     "output": (False, True),
@@ -119,7 +120,7 @@ class LayerRecords:
         ...     loss(model, batch).backward()
     """
 
-    def __init__(self, model: nn.Module, keep: Iterable[str] = KEEP, rows: int = 512, batches: int = 4) -> None:
+    def __init__(self, model: nn.Module, keep: Iterable[str] = KEEP, rows: int = 256, batches: int = 4) -> None:
         self.rows, self.batches = check("rows", rows, Size), check("batches", batches, Size)
         names = {parameter: name for name, parameter in model.named_parameters()}
         self.layers: dict[str, Recorded] = {}
@@ -164,7 +165,9 @@ class LayerRecords:
             g = g.reshape(-1, g.shape[-1])
             recorded.add(Record(x_rows, g[kept].cpu(), x_absmax, _column_absmax(g), len(g)))
 
-        output.register_hook(backward)  # type: ignore[no-untyped-call]
+        # An output of three dimensions is a view. If it is changed in place, its own gradient is never computed.
+        whole = output._base if output._is_view() and output._base is not None else output
+        (whole if whole.numel() == output.numel() else output).register_hook(backward)  # type: ignore[no-untyped-call]
 
 
 def _column_absmax(x: Tensor) -> Tensor:
