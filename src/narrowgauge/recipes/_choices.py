@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from narrowgauge.linear import LinearPlan
 
+# What rounding may add to the gradient's noise where nothing else is asked for, as a share of standard deviations.
+TOLERANCE = 0.2
+
 
 @dataclass(frozen=True)
 class Kept:

@@ -41,8 +41,9 @@ class Settings:
 
     Attributes:
         steps: optimizer steps.
-        lr, warmup: learning rate, None for the default of each optimizer, and the steps of its linear rise;
-            constant afterwards. A recipe's own learning rate goes before it.
+        lr, warmup: learning rate, None for the default of each optimizer, and the steps of its linear rise. A
+            recipe's own learning rate goes before it.
+        schedule, final_lr: what the rate does afterwards (see `schedule`), and its last value as a share.
         arithmetic: ``"fp32"`` or ``"strict"``; storages without a strict arithmetic compute in fp32.
         decay_all: whether norms and biases decay too.
         gauge_every: steps between measurements of the update; 0 for none.
@@ -52,6 +53,8 @@ class Settings:
     steps: int
     lr: float | None = None
     warmup: int = 10
+    schedule: str = "constant"
+    final_lr: float = 0.1
     arithmetic: str = "fp32"
     decay_all: bool = False
     gauge_every: int = 5
@@ -146,8 +149,8 @@ class _Training:
         )
 
     def _rate(self, number: int) -> float:
-        steps, warmup = self._settings.steps, self._settings.warmup
-        return self.lr * schedule("constant", number, steps=steps, warmup=warmup, final=1.0)
+        s = self._settings
+        return self.lr * schedule(s.schedule, number, steps=s.steps, warmup=s.warmup, final=s.final_lr)
 
     def _gradients(self) -> Tensor:
         self.times[0] = now(self._device)

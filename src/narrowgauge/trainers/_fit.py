@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from narrowgauge import gauges
+from narrowgauge import gauges, recipes
 from narrowgauge._schedule import schedule
 from narrowgauge.recipes import cast
 
@@ -122,7 +122,7 @@ def fit(
     adapt = None
     if settings.adapt:
         adapt = recipes.Adapt(
-            parts.model, parts.optimizer, tolerance=settings.tolerance, every=settings.gauges_every
+            parts.model, parts.optimizer, tolerance=settings.adapt_tolerance, every=settings.gauges_every
         )
     checkpointer = Checkpointer(settings, parts, opened.task, opened.fingerprint, adapt)
     step = 0

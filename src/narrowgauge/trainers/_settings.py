@@ -154,7 +154,7 @@ class TrainSettings:
     log_every: int = _count(10, "Steps between logs of the loss, which wait for the device.", 1)
     gauges_every: int = _count(10, "Steps between measurements of the gauges; 0 for none.", 0)
     adapt: bool = _option(False, "Widen what loses too much, where the gauges measure it, while training.")
-    tolerance: float = _option(
+    adapt_tolerance: float = _option(
         0.1, "Share of an update, or of a product, that --adapt lets rounding take.",
         "a number above 0", lambda value: 0 < value < math.inf,
     )  # fmt: skip

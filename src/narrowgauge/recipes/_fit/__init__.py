@@ -23,7 +23,7 @@ from narrowgauge._arguments import Count, Size, check, check_choice
 from narrowgauge._schedule import SCHEDULES
 from narrowgauge._schedule import schedule as rate_factor
 from narrowgauge.optim import AdamW, NarrowOptimizer
-from narrowgauge.recipes._choices import LayerChoice
+from narrowgauge.recipes._choices import TOLERANCE, LayerChoice
 from narrowgauge.recipes._fitted import FittedRecipe
 
 from ._choose import TooFewBytesError, for_bytes
@@ -33,7 +33,6 @@ from ._probe import Progress, probe
 from ._replay import Replay
 from ._storages import WEIGHTS, Measured
 
-TOLERANCE = 0.2
 _FORMATS = {"none": (), "int8": ("int8",), "e4m3": ("e4m3",), "auto": ("int8", "e4m3")}
 # Of the model, not of a replay: each sample has its own decay, and its gradients are clipped already.
 _OF_THE_MODEL = ("decay_all", "no_decay", "keep_fp32", "weight_decay", "max_grad_norm", "min_quantized_size")
