@@ -57,6 +57,7 @@ def fit(
     accumulate: int = 1,
     batch: int | None = None,
     sequence: int | None = None,
+    plan: Mapping[str, Any] | None = None,
     seconds: float = 90,
     seed: int = 0,
     progress: Progress = lambda text, share: None,
@@ -84,7 +85,9 @@ def fit(
         linear: formats that linear layers may multiply in: ``"none"``, ``"int8"``, ``"e4m3"``, or ``"auto"``: both,
             where a layer is measured to be faster than `nn.Linear` on the model's device.
         accumulate: batches a step; above 1 a batch is a micro-batch.
-        batch, sequence: of the planned run, for `memory`; those of the first batch if None.
+        batch, sequence: of the planned run, for `memory`; examples of the first batch, and as many tokens as the
+            model has positions for, if None.
+        plan: other arguments of `plan_memory`, for `memory`: ``loss``, ``checkpointing``, ``gpus``, ...
         seconds: how long probe and replays may take, more or less.
         seed: of the replays, and of the optimizer.
         progress: called with what is done, and the share of it that is.
@@ -145,9 +148,13 @@ def fit(
     if bytes_per_parameter is not None:
         chosen, limit = _for_bytes(measured, bytes_per_parameter), f"{bytes_per_parameter:g} bytes a parameter"
     elif memory is not None:
-        plan: dict[str, Any] = {"batch": batch or found.examples, "sequence": sequence}
-        plan["accumulate"] = accumulate > 1
-        chosen, limit = _for_memory(measured, model, memory, plan, facts), f"{memory} of memory"
+        asked = {
+            "batch": batch or found.examples,
+            "sequence": sequence,
+            "accumulate": accumulate > 1,
+            **(plan or {}),
+        }
+        chosen, limit = _for_memory(measured, model, memory, asked, facts), f"{memory} of memory"
     else:
         chosen = measured.within(tolerance or TOLERANCE)
         limit = f"at most {tolerance or TOLERANCE:g} of the gradient's noise"

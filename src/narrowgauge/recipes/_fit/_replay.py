@@ -47,6 +47,7 @@ from ._probe import Sample
 
 States = str | Mapping[str, str]
 _LEAST_STEPS, _MOST_STEPS = 200, 2000
+_DRIFT = 0.1
 _FLOOR = 1e-3  # noise counts as this share of the displacement at least: some parameters have none
 
 
@@ -249,7 +250,8 @@ def shares(references: Sequence[Played], played: Sequence[Played], longer: float
         drift = (exact[0] * exact[1]).mean(1)
         bias, random = (a * b).mean(1), (a - b).square().mean(1) / 2
         along = (a * exact[1] + b * exact[0]).mean(1) / 2
-        longer_steps = along / (drift.clamp_min(0.0) + noise)
+        # Beside a drift that is lost in the noise no step is longer.
+        longer_steps = torch.where(drift > _DRIFT * noise, along / drift, 0.0)
         aside = (bias - longer_steps.square() * drift).clamp_min(0.0)
         floor = torch.maximum(noise, _FLOOR**2 * exact[0].square().mean(1))
         squares = (random + aside * longer) / floor + longer_steps.square()
