@@ -13,8 +13,8 @@ that are independent from token to token average out as the noise does, and are 
 second limit they add 1 % to its variance at most.
 
 The second limit also holds off errors that are no noise at all, of numbers that become zero: they make results
-smaller. In `docs/studies/inner_product_noise.md` a third of the error's variance lay along the exact gradient in the
-layers with ρ² above 1 % (`c_attn`), and 1.1 % at most in those with ρ² below 0.07 %.
+smaller. In `docs/studies/inner_product_noise.md` a third of the error's variance lay along the exact gradient in
+the layers with ρ² above 1 % (`c_attn`), and 1.1 % at most in those with ρ² below 0.07 %.
 
 Each layer takes the cheapest plan whose multiplies are all allowed. Like layers with the same plan are shown as one
 choice, with the figures of the worst of them.
