@@ -7,9 +7,9 @@ only where
 
     ρ ≤ tolerance · n    and    ρ ≤ 0.1
 
-The first limit is for errors that do not average out over tokens. They add up as the mean gradient does, to ρ times
-the mean, and the noise is n times the mean: `tolerance` is the share of the noise that they may have. Errors that
-are independent from token to token average out as the noise does, and are ρ of the noise whatever n is: by the
+The first limit is for errors that do not average out over tokens. They add up as the mean gradient does, to ρ
+times the mean, and the noise is n times the mean: `tolerance` is the share of the noise that they may have. Errors
+that are independent from token to token average out as the noise does, and are ρ of the noise whatever n is: by the
 second limit they add 1 % to its variance at most.
 
 The second limit also holds off errors that are no noise at all, of numbers that become zero: they make results
