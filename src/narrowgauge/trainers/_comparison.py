@@ -204,7 +204,7 @@ def named_recipes(recipes: Iterable[str | Recipe]) -> dict[str, Recipe]:
         recipe = recipe_book.parse(each) if isinstance(each, str) else each
         name = each if isinstance(each, str) else each.label
         if isinstance(each, str) and isinstance(recipe, FittedRecipe):
-            name = _end_of_path(each, texts)
+            name = end_of_path(each, texts)
         if name in found or recipe in found.values():
             raise ValueError(f"recipes must name each recipe once, got {recipe.label} twice")
         found[name] = recipe
@@ -213,7 +213,7 @@ def named_recipes(recipes: Iterable[str | Recipe]) -> dict[str, Recipe]:
     return found
 
 
-def _end_of_path(text: str, texts: Sequence[str]) -> str:
+def end_of_path(text: str, texts: Sequence[str]) -> str:
     """The shortest end of a recipe's path that none of the others has, with the settings behind it."""
     path, file, settings = text.rpartition(".toml")
     others = {other for one in texts if (other := one.rpartition(".toml")[0]) != path}
