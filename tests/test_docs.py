@@ -17,7 +17,7 @@ import narrowgauge.formats._codebooks as registry
 from narrowgauge import formats, optim, recipes, storage
 from narrowgauge.cli import main
 from narrowgauge.cli._app import app
-from narrowgauge.recipes import Recipe, _recipe
+from narrowgauge.recipes import Recipe, _book
 from narrowgauge.storage import _states
 from narrowgauge.trainers import presets
 
@@ -71,7 +71,7 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(registry, "_MAPS", dict(registry._MAPS))  # what a page registers is gone after it
     monkeypatch.setattr(_states, "_STORAGES", dict(_states._STORAGES))
-    monkeypatch.setattr(_recipe, "_REGISTERED", dict(_recipe._REGISTERED))
+    monkeypatch.setattr(_book, "_REGISTERED", dict(_book._REGISTERED))
     torch.manual_seed(0)
     space: dict = {}
     for block in BLOCK.findall(page.read_text()):

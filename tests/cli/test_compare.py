@@ -67,16 +67,20 @@ def test_every_recipe_runs_side_by_side(text: Path, tmp_path: Path, capsys: pyte
     assert "adamw8bit-split8" in page
 
 
-def test_a_fitted_recipe_is_compared_by_its_path(text: Path, tmp_path: Path) -> None:
-    one, two = tmp_path / "one.toml", tmp_path / "two.toml"
-    GPT.save(one)
-    replace(GPT, layers=()).save(two)
-    names = f"D,{one},{two}@lr=3e-4,eps=1e-6"
+def test_files_of_fitted_recipes_are_compared_by_their_names(text: Path, tmp_path: Path) -> None:
+    one = GPT.save(tmp_path / "a" / "recipe.toml")
+    two = replace(GPT, layers=()).save(tmp_path / "b" / "recipe.toml")
+    names = f"D,{one},{two}@lr=3e-4,betas=0.9/0.99"
     assert compare("--out", tmp_path, "--data", text, "--recipes", names, *SMALL, "--steps", 3) == 0
     rows = json.loads((tmp_path / "results.json").read_text())["recipes"]
-    assert list(rows) == ["D", str(one), f"{two}@lr=3e-4,eps=1e-6"]
+    assert list(rows) == ["D", "a/recipe.toml", "b/recipe.toml@lr=3e-4,betas=0.9/0.99"]
     assert [row["recipe"] for row in rows.values()] == ["master", "by-hand", "by-hand"]
-    assert rows[str(one)]["bytes_per_parameter"] == pytest.approx(GPT.bytes_per_parameter())
+    assert rows["a/recipe.toml"]["bytes_per_parameter"] == pytest.approx(GPT.bytes_per_parameter())
+    assert list(_comparison.named_recipes([str(one), str(two)])) == ["a/recipe.toml", "b/recipe.toml"]
+    assert list(_comparison.named_recipes([str(one), GPT.with_settings(lr=0.1)])) == [
+        "recipe.toml",
+        "by-hand@lr=0.1",
+    ]
 
 
 def test_gauges_change_nothing_and_a_second_comparison_keeps_the_first(text: Path, tmp_path: Path) -> None:

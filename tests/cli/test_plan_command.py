@@ -75,7 +75,7 @@ def test_files_of_fitted_recipes_are_columns(capsys: pytest.CaptureFixture[str],
     file = tmp_path / "plan.json"
     read(capsys, "micro", *SMALL, "--recipe", f"{one},{two},D", "--memory", "300MB", "--json", str(file))
     found = json.loads(file.read_text())["plans"]
-    assert [plan["recipe"] for plan in found] == [str(one), str(two), "master"]
+    assert [plan["recipe"] for plan in found] == ["one.toml", "two.toml", "master"]
     assert found[0]["held"]["states"] < found[1]["held"]["states"] == found[2]["held"]["states"]
     assert found[0]["longest_sequence"] > 64
     config = configuration("micro", vocabulary=1000, sequence=64)

@@ -22,6 +22,7 @@ from narrowgauge.recipes._parallel import MOST
 from narrowgauge.recipes._plan import largest, parse_bytes
 from narrowgauge.recipes._trace import from_config
 from narrowgauge.trainers import presets
+from narrowgauge.trainers._comparison import end_of_path
 from narrowgauge.trainers._extras import Extras
 from narrowgauge.trainers._image_models import ClipSizes, VitSizes
 from narrowgauge.trainers._models import preset
@@ -75,9 +76,11 @@ def _planned(options: PlanOptions) -> tuple[list[MemoryPlan], list[Answers] | No
     names = list(dict.fromkeys(parts(options.recipe)))
     if not names:
         raise UsageError(f"--recipe must name recipes, got {options.recipe!r}")
-    # By name and not by letter; one of a file by its path.
+    # By name and not by letter; one of a file by the end of its path.
     given = {name: recipes.get(name) for name in names}
-    found = {name if isinstance(one, FittedRecipe) else one.name: one for name, one in given.items()}
+    found = {
+        end_of_path(name, names) if isinstance(one, FittedRecipe) else one.name: one for name, one in given.items()
+    }
     memory = None if options.memory is None else parse_bytes("--memory", options.memory)
     linear = None if options.linear is None else plan_of("--linear", options.linear)
     model = _model(options, options.sequence)
@@ -103,11 +106,12 @@ def _planned(options: PlanOptions) -> tuple[list[MemoryPlan], list[Answers] | No
     plans = [replace(planned(one, model, options.sequence), recipe=name) for name, one in found.items()]
     # Asked of each length anew where the model would be another one.
     asked = peak if grows(options.model) else None
-    answers = None if memory is None else [_answers(one, memory, asked) for one in plans]
+    pairs = zip(plans, found.values(), strict=True)
+    answers = None if memory is None else [_answers(one, recipe, memory, asked) for one, recipe in pairs]
     return plans, answers
 
 
-def _answers(one: MemoryPlan, memory: int, peak: Callable[[Recipe, int], int] | None) -> Answers:
+def _answers(one: MemoryPlan, recipe: Recipe, memory: int, peak: Callable[[Recipe, int], int] | None) -> Answers:
     """What fits into the memory.
 
     Args:
@@ -115,7 +119,7 @@ def _answers(one: MemoryPlan, memory: int, peak: Callable[[Recipe, int], int] | 
     """
     longest = None if one.batch is None or one.sequence is None else one.longest_sequence()
     if longest and peak is not None and longest == one.positions:
-        longest = largest(partial(peak, recipes.get(one.recipe)), memory, MOST, start=longest)
+        longest = largest(partial(peak, recipe), memory, MOST, start=longest)
     return {
         "largest_batch": None if one.batch is None else one.largest_batch(),
         "longest_sequence": longest,

@@ -22,9 +22,13 @@ from torch import Tensor, nn
 
 from narrowgauge import recipes as recipe_book
 from narrowgauge._arguments import Count, Flag, Size, check, check_choice, check_instance
+<<<<<<< HEAD
 from narrowgauge._batches import tensors
 from narrowgauge._schedule import SCHEDULES
 from narrowgauge.recipes import Recipe
+=======
+from narrowgauge.recipes import FittedRecipe, Recipe
+>>>>>>> h-value
 
 from ._compare import Loss, Run, Settings, Timing, arguments, time_steps, train
 from ._compare_results import Json, assemble, plain
@@ -195,7 +199,9 @@ def compare(
 
 
 def named_recipes(recipes: Iterable[str | Recipe]) -> dict[str, Recipe]:
-    """Recipes by what a table calls them: a name as it was given, or a recipe's own.
+    """Recipes by what a table calls them: a name as it was given, a file's name, or a recipe's own.
+
+    Files of the same name have as many of their folders before it as tell them apart.
 
     Raises:
         ValueError: for an unknown name, none at all, or one twice.
@@ -203,17 +209,31 @@ def named_recipes(recipes: Iterable[str | Recipe]) -> dict[str, Recipe]:
     if isinstance(recipes, str):
         raise ValueError(f"recipes must be a list of names and recipes, got {recipes!r}")
     found: dict[str, Recipe] = {}
+    recipes = list(recipes)
+    texts = [each for each in recipes if isinstance(each, str)]
     for each in recipes:
         if not isinstance(each, str):
             check_instance("recipes", each, Recipe, "narrowgauge.recipes.get('D')")
         recipe = recipe_book.parse(each) if isinstance(each, str) else each
         name = each if isinstance(each, str) else each.label
+        if isinstance(each, str) and isinstance(recipe, FittedRecipe):
+            name = end_of_path(each, texts)
         if name in found or recipe in found.values():
             raise ValueError(f"recipes must name each recipe once, got {recipe.label} twice")
         found[name] = recipe
     if not found:
         raise ValueError(f"recipes must name one or more of {', '.join(recipe_book.names())}, got none")
     return found
+
+
+def end_of_path(text: str, texts: Sequence[str]) -> str:
+    """The shortest end of a recipe's path that none of the others has, with the settings behind it."""
+    path, file, settings = text.rpartition(".toml")
+    others = {other for one in texts if (other := one.rpartition(".toml")[0]) != path}
+    parts = path.split("/")
+    ends = ("/".join(parts[-count:]) for count in range(1, len(parts)))
+    end = next((end for end in ends if not any(f"/{other}".endswith(f"/{end}") for other in others)), path)
+    return end + file + settings
 
 
 def check_settings(recipes: Mapping[str, Recipe], settings: Settings) -> None:
