@@ -69,12 +69,13 @@ def test_bytes_are_spent_as_well_as_any_choice_but_for_one_exchange(
         of(dict(zip((one.name for one in parameters), places, strict=True)))
         for places in itertools.product(*(range(len(one.frontier)) for one in parameters))
     ]
-    try:
-        spent, total = of(for_bytes(parameters, each))
-    except TooFewBytesError as error:
-        assert error.least * elements == pytest.approx(min(size for size, _ in every))
-        assert error.least > each
+    least = min(size for size, _ in every) / elements
+    if least > each * (1 + 1e-6):
+        with pytest.raises(TooFewBytesError) as caught:
+            for_bytes(parameters, each)
+        assert caught.value.least == pytest.approx(least)
         return
+    spent, total = of(for_bytes(parameters, each))
     assert spent <= each * elements * (1 + 1e-5)
     exchange = max(one.elements * (one.frontier[-1].bytes - one.frontier[0].bytes) for one in parameters)
     best = min((noise for size, noise in every if size <= each * elements - exchange), default=math.inf)
@@ -275,13 +276,13 @@ def same_batch() -> Iterator[Tensor]:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two limits": ({"tolerance": 0.1, "bytes_per_parameter": 6}, "tolerance and bytes|must be given alone"),
-    "too few bytes": ({"bytes_per_parameter": 3}, r"bytes_per_parameter must be at least \d\.\d\d for this model, got 3"),
+    "too few bytes": ({"bytes_per_parameter": 3}, r"bytes_per_parameter must be at least \d\.\d\d .*, got 3"),
     "a tolerance of zero": ({"tolerance": 0}, "tolerance must be a number above 0, got 0"),
     "a rate of zero": ({"lr": 0.0}, "lr must be a number above 0"),
     "a schedule": ({"schedule": "step"}, "schedule must be"),
     "one batch": ({"batches": one_batch}, "two batches an epoch or more, got one: .*micro-batches.*accumulate=8"),
     "the same batch": ({"batches": same_batch}, "must give different batches"),
-    "a loss of nan": ({"loss": lambda m, x: loss(m, x) * math.nan}, "loss must be finite in the probe, got nan at step 1"),
+    "a loss of nan": ({"loss": lambda m, x: loss(m, x) * math.nan}, "loss must be finite .*, got nan at step 1"),
     "a rule with sums": ({"optimizer": ng.optim.LAMB}, "optimizer must be elementwise"),
     "an argument of no optimizer": ({"momentum": 0.9}, "momentum"),
 }  # fmt: skip

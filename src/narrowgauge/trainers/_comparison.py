@@ -22,13 +22,9 @@ from torch import Tensor, nn
 
 from narrowgauge import recipes as recipe_book
 from narrowgauge._arguments import Count, Flag, Size, check, check_choice, check_instance
-<<<<<<< HEAD
 from narrowgauge._batches import tensors
 from narrowgauge._schedule import SCHEDULES
-from narrowgauge.recipes import Recipe
-=======
 from narrowgauge.recipes import FittedRecipe, Recipe
->>>>>>> h-value
 
 from ._compare import Loss, Run, Settings, Timing, arguments, time_steps, train
 from ._compare_results import Json, assemble, plain
