@@ -84,7 +84,8 @@ def test_its_options_are_those_of_a_training_and_its_own() -> None:
     assert {*OF_COMPARE} <= {*OF_TRAINING} & {f.name for f in fields(CompareOptions)}
     own = {f.name: f.default for f in fields(FitOptions)}
     assert all(own[f.name] == f.default for f in fields(TrainSettings) if f.name in OF_TRAINING)
-    assert FitOptions().limit == {"tolerance": 0.1}
+    assert FitOptions().limit == {}
+    assert FitOptions(tolerance=0.3).limit == {"tolerance": 0.3}
     assert FitOptions(memory="24GB").limit == {"memory": "24GB"}
 
 
@@ -253,7 +254,8 @@ def test_the_page_has_the_numbers_of_the_recipe(tmp_path: Path) -> None:
     bytes_each = sum(c.elements * c.chosen.bytes for c in sample.choices) / sum(c.elements for c in sample.choices)
     assert f"takes {bytes_each:.2f} bytes a parameter, where fp32 master weights" in page.text
     assert "(D) take 16.00 and adamw8bit-split8 takes 7.03" in page.text
-    assert "and 10 % is tolerated." in page.text
+    assert "The limit: 10 % of the gradient's noise." in page.text
+    assert "The dashed line is the tolerance, 10 %." in page.text
     assert [" ".join(cell.split()) for cell in page.rows[1]] == [
         "transformer.wte.weight38,597,376 in 1 tensor, 31 % of all",
         "split8, m log4, v log86.52 bytes, 0.31 % noise, 0.182 ms",
@@ -280,7 +282,7 @@ def test_a_page_without_layers_tolerance_times_and_with_numbers_that_are_not_fin
     write_bill(replace(recipe(tolerance=None), choices=(choice,), layers=()), tmp_path / "bill.html")
     source = (tmp_path / "bill.html").read_text()
     page = Page(source)
-    assert "tolerated" not in page.text
+    assert "tolerance, " not in page.text
     assert "The linear layers" not in page.text
     assert "What to type next" not in page.text
     assert "more than 1,000,000 % noise" in page.text

@@ -19,7 +19,6 @@ from narrowgauge.cli._train import read_config, train_hints
 from narrowgauge.trainers import SettingsError, TrainSettings
 from narrowgauge.trainers._models import preset
 
-_TOLERANCE = 0.1
 _LIMITS = ("memory", "bytes", "tolerance")
 # The options, in the order of the help: first the command's own, then those of the planned training.
 _OWN = (*_LIMITS, "linear", "seconds", "verify", "verify_steps", "verify_seeds", "out")
@@ -60,7 +59,7 @@ class FitOptions(TrainSettings):
     memory: str | None = _own(None, "Limit: memory of the GPU, such as 24GB.")
     bytes: float | None = _above_zero(None, "Limit: bytes a parameter.")
     tolerance: float | None = _above_zero(
-        None, f"Limit: share of the gradient's noise that rounding may add; {_TOLERANCE} if no limit is given."
+        None, "Limit: share of the gradient's noise that rounding may add; 0.2 if there is no limit."
     )
     seconds: float = _above_zero(90.0, "How long the measurement may take, about.")
     verify: bool = _own(False, "Then train with the choice and with D, side by side.")
@@ -88,12 +87,12 @@ class FitOptions(TrainSettings):
 
     @property
     def limit(self) -> dict[str, Any]:
-        """The limit, as `recipes.fit` takes it."""
+        """The limit, as `recipes.fit` takes it; it has a default."""
         if self.memory is not None:
             return {"memory": self.memory}
         if self.bytes is not None:
             return {"bytes_per_parameter": self.bytes}
-        return {"tolerance": _TOLERANCE if self.tolerance is None else self.tolerance}
+        return {} if self.tolerance is None else {"tolerance": self.tolerance}
 
 
 def fit_hints() -> dict[str, Any]:

@@ -70,7 +70,7 @@ def write_bill(
         commands=commands,
         figure=_figure(list(_bars(choices, colors)), recipe.facts.get("tolerance")),
         legend={way: LineStyle(color, (), 8.0) for way, color in colors.items()},
-        tolerance=recipe.facts.get("tolerance"),
+        tolerance=None if (share := recipe.facts.get("tolerance")) is None else percent(share),
         choices=[_row(choice, recipe) for choice in choices],
         total=_total(recipe),
         layers=_layers(recipe),
@@ -80,15 +80,16 @@ def write_bill(
 
 
 def summary(recipe: FittedRecipe) -> str:
-    """The result in a sentence."""
+    """The result in a sentence, and the limit."""
     whole, eight = (recipes.get(name).bytes_per_parameter() for name in (MIXED, NARROW))
-    kept, noise, tolerance = mean_bytes(recipe.choices), mean_noise(recipe.choices), recipe.facts.get("tolerance")
+    kept, noise = mean_bytes(recipe.choices), mean_noise(recipe.choices)
     text = (
         f"Training this model takes {kept:.2f} bytes a parameter, where fp32 master weights and moments ({MIXED}) "
         f"take {whole:.2f} and {NARROW} takes {eight:.2f}; rounding adds {percent(noise)} of the noise that the "
         "gradient itself adds"
     )
-    return f"{text}." if tolerance is None else f"{text}, and {percent(tolerance)} is tolerated."
+    limit = recipe.facts.get("limit")
+    return f"{text}." if limit is None else f"{text}. The limit: {limit}."
 
 
 def mean_bytes(choices: Sequence[Choice]) -> float:
