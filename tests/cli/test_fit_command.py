@@ -212,8 +212,8 @@ def test_the_choice_is_checked_beside_d(
     assert first != second
     between = rows["fitted"]["difference"]
     said = (
-        f"Checked: after 4 steps the validation loss of the choice minus that of D is {between['mean']:+.4f} ± "
-        f"{between['spread']:.4f} over 2 seeds: the mean of the differences of each seed, and their standard "
+        f"Checked: after 4 steps the validation loss of the choice minus that of D is {between['mean']:+.5f} ± "
+        f"{between['spread']:.5f} over 2 seeds: the mean of the differences of each seed, and their standard "
         "deviation."
     )
     assert said in capsys.readouterr().out
@@ -243,7 +243,7 @@ def test_a_check_without_losses_or_with_one_seed_says_so(
 
     assert difference(results, 300).startswith("Checked: within 300 steps the choice or D diverged")
     results["recipes"]["fitted"]["difference"] = {"mean": -0.00312, "spread": None, "pairs": 1}
-    assert difference(results, 300).endswith("is -0.0031. With one seed no spread is known.")
+    assert difference(results, 300).endswith("is -0.00312. With one seed no spread is known.")
 
 
 def test_the_page_has_the_numbers_of_the_recipe(tmp_path: Path) -> None:

@@ -206,9 +206,9 @@ def difference(results: dict[str, Any], steps: int) -> str:
         )
     what = f"Checked: after {steps:,} steps the validation loss of the choice minus that of {MIXED} is"
     if between["spread"] is None:
-        return f"{what} {between['mean']:+.4f}. With one seed no spread is known."
+        return f"{what} {between['mean']:+.5f}. With one seed no spread is known."
     return (
-        f"{what} {between['mean']:+.4f} ± {between['spread']:.4f} over {between['pairs']} seeds: the mean of the "
+        f"{what} {between['mean']:+.5f} ± {between['spread']:.5f} over {between['pairs']} seeds: the mean of the "
         "differences of each seed, and their standard deviation."
     )
 
