@@ -199,7 +199,7 @@ def test_batches_and_loss_are_those_of_the_training(
 def test_the_choice_is_checked_beside_d(
     text: Path, tmp_path: Path, given: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ("--verify", "--verify-steps", 4, "--verify-seeds", 2, "--accumulate", 2)
+    flags = ("--verify", "--verify-steps", 2, "--verify-seeds", 2, "--accumulate", 2)
     assert fit("--out", tmp_path, "--data", text, *TINY, *flags) == 0
     results = json.loads((tmp_path / "verify" / "results.json").read_text())
     assert results["reference"] == "D"
@@ -212,7 +212,7 @@ def test_the_choice_is_checked_beside_d(
     assert first != second
     between = rows["fitted"]["difference"]
     said = (
-        f"Checked: after 4 steps the validation loss of the choice minus that of D is {between['mean']:+.5f} ± "
+        f"Checked: after 2 steps the validation loss of the choice minus that of D is {between['mean']:+.5f} ± "
         f"{between['spread']:.5f} over 2 seeds: the mean of the differences of each seed, and their standard "
         "deviation."
     )
