@@ -1,4 +1,4 @@
-"""Names in sentences."""
+"""Names in sentences, and what they have in common."""
 
 from __future__ import annotations
 
@@ -10,3 +10,21 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     if len(names) > most + 1:
         return f"{', '.join(names[:most])} and {len(names) - most} more"
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+
+def alike(names: Sequence[str]) -> dict[str, list[str]]:
+    """Names that differ in numbers only, by pattern: those of h.0.weight and h.1.weight by h.*.weight."""
+    found: dict[tuple[str, ...], list[list[str]]] = {}
+    for parts in (name.split(".") for name in names):
+        found.setdefault(tuple("*" if part.isdecimal() else part for part in parts), []).append(parts)
+    return {
+        ".".join(column.pop() if len(column := set(parts)) == 1 else "*" for parts in zip(*same, strict=True)): [
+            ".".join(parts) for parts in same
+        ]
+        for same in found.values()
+    }
+
+
+def patterns(names: Sequence[str]) -> list[str]:
+    """Names, with * for numbers in which they differ."""
+    return list(alike(names))

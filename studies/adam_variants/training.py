@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from narrowgauge._schedule import schedule
 from narrowgauge.optim import SGD, Adagrad, Adam
 from narrowgauge.trainers import validation_windows
-from narrowgauge.trainers._loop import schedule
 from studies.adam_variants import glyphs
 from studies.bytes_and_loss import rows as bytes_rows
 from studies.eight_bit_adam import plan as planned

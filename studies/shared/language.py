@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge._schedule import schedule
 from narrowgauge.cli._bench._optimizers import tensors_in
 from narrowgauge.optim import NarrowOptimizer, UpdateStats
 from narrowgauge.trainers import (
@@ -38,7 +39,6 @@ from narrowgauge.trainers import (
 )
 from narrowgauge.trainers._compare import mean_loss
 from narrowgauge.trainers._extras import add_stable_embedding
-from narrowgauge.trainers._loop import schedule
 from narrowgauge.trainers._models import preset
 from narrowgauge.trainers._task import Examples
 from studies.shared import installed, options

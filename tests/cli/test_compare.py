@@ -7,11 +7,13 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from fitted_recipes import GPT
 from forked import Command
 from narrowgauge import __version__
 from narrowgauge.cli import main
@@ -63,6 +65,18 @@ def test_every_recipe_runs_side_by_side(text: Path, tmp_path: Path, capsys: pyte
     page = (out / "report.html").read_text()
     assert page.count("<svg") >= 5
     assert "adamw8bit-split8" in page
+
+
+def test_a_fitted_recipe_is_compared_by_its_path(text: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "one.toml", tmp_path / "two.toml"
+    GPT.save(one)
+    replace(GPT, layers=()).save(two)
+    names = f"D,{one},{two}@lr=3e-4,eps=1e-6"
+    assert compare("--out", tmp_path, "--data", text, "--recipes", names, *SMALL, "--steps", 3) == 0
+    rows = json.loads((tmp_path / "results.json").read_text())["recipes"]
+    assert list(rows) == ["D", str(one), f"{two}@lr=3e-4,eps=1e-6"]
+    assert [row["recipe"] for row in rows.values()] == ["master", "by-hand", "by-hand"]
+    assert rows[str(one)]["bytes_per_parameter"] == pytest.approx(GPT.bytes_per_parameter())
 
 
 def test_gauges_change_nothing_and_a_second_comparison_keeps_the_first(text: Path, tmp_path: Path) -> None:

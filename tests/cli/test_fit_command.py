@@ -84,7 +84,7 @@ def test_its_options_are_those_of_a_training_and_its_own() -> None:
     assert {*OF_COMPARE} <= {*OF_TRAINING} & {f.name for f in fields(CompareOptions)}
     own = {f.name: f.default for f in fields(FitOptions)}
     assert all(own[f.name] == f.default for f in fields(TrainSettings) if f.name in OF_TRAINING)
-    assert FitOptions().limit == {}
+    assert FitOptions().limit == {"tolerance": None}
     assert FitOptions(tolerance=0.3).limit == {"tolerance": 0.3}
     assert FitOptions(memory="24GB").limit == {"memory": "24GB"}
 

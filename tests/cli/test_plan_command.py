@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from fitted_recipes import GPT
 from narrowgauge import linear, recipes
 from narrowgauge.cli import main
 from narrowgauge.cli._plan import PARTS, size
@@ -64,6 +66,22 @@ def test_the_table_is_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Pat
                 recipes.plan_memory(again, one.recipe, batch=2, sequence=tokens, device_memory="300MB").fits is fits
             )
     assert str(file) in page.replace("\n", "")
+
+
+def test_files_of_fitted_recipes_are_columns(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    one, two = tmp_path / "one.toml", tmp_path / "two.toml"
+    GPT.save(one)
+    replace(GPT, choices=(replace(GPT.choices[2], parameters=("*",)),)).save(two)  # of the same name
+    file = tmp_path / "plan.json"
+    read(capsys, "micro", *SMALL, "--recipe", f"{one},{two},D", "--memory", "300MB", "--json", str(file))
+    found = json.loads(file.read_text())["plans"]
+    assert [plan["recipe"] for plan in found] == [str(one), str(two), "master"]
+    assert found[0]["held"]["states"] < found[1]["held"]["states"] == found[2]["held"]["states"]
+    assert found[0]["longest_sequence"] > 64
+    config = configuration("micro", vocabulary=1000, sequence=64)
+    assert recipes.plan_memory(config, str(one), batch=2, sequence=64).peak == found[0]["peak"]
+    assert main(["plan", "micro", *SMALL, "--recipe", str(one), "--linear", "SWITCHBACK"]) == 2
+    assert "linear must be None with recipe 'by-hand', which has plans of layers" in capsys.readouterr().err
 
 
 def test_bars_are_to_scale(capsys: pytest.CaptureFixture[str]) -> None:

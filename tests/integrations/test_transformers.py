@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from fitted_recipes import GPT
 from narrowgauge import gauges, linear, optim, recipes
 
 pytest.importorskip("accelerate", reason="Trainer needs the package accelerate")
@@ -185,6 +186,15 @@ def test_what_the_factory_is_given_by_name_comes_before_trainers_arguments() -> 
     assert [group[k] for k in ("lr", "weight_decay", "betas", "max_grad_norm")] == [0.01, 0.2, (0.9, 0.95), 1.0]
     lion = make(model(), given, recipe=recipes.get("lion8bit"), lr=0.001)  # which has no epsilon
     assert [lion.param_groups[0][k] for k in ("lr", "weight_decay", "betas")] == [0.001, 0.1, (0.9, 0.95)]
+
+
+def test_the_factory_takes_the_file_of_a_fitted_recipe(tmp_path: Path) -> None:
+    path, network = str(GPT.save(tmp_path / "recipe.toml")), model()
+    optimizer = RecipeFactory()(network, recipe=path, lr=0.01)
+    assert {row.why.split(";")[0] for row in optimizer.describe().rows} == {"by hand", "little noise"}
+    assert network.transformer.h[0].mlp.c_fc.plan == linear.SWITCHBACK
+    with pytest.raises(ValueError, match=r"linear must be None with recipe 'by-hand', which has plans of layers"):
+        RecipeFactory()(model(), recipe=path, lr=0.01, linear="SWITCHBACK")
 
 
 def test_the_factory_refuses_what_would_train_something_else() -> None:

@@ -6,13 +6,13 @@ import itertools
 from collections.abc import Callable
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import linear_oracle as oracle
 import narrowgauge as ng
 from narrowgauge.linear import EightBit, LinearPlan, _matmuls, _reference, linear
 from pairwise import by_pairs

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-import oracle
 import pytest
 import torch
 from test_linear_matmuls import FORMS, PLANS, run, tensors
 from torch import Tensor
 
+import linear_oracle as oracle
 import narrowgauge as ng
 from narrowgauge.kernels import _triton
 from narrowgauge.linear import LowPrecisionLinear, _ops, linear, quantize

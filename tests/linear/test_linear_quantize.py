@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import linear_oracle as oracle
 from narrowgauge.linear import quantize
 
 FORMS = ("int8", "e4m3", "e5m2")

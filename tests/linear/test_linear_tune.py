@@ -127,10 +127,11 @@ def test_it_is_remembered_by_everything_that_it_depends_on(measured: Measured, c
 @pytest.mark.parametrize(
     "damage",
     ["", "[]", '{"version": 1, "devices": {"NAME": {"KEY": 3}}}',
-     '{"version": 1, "devices": {"NAME": {"KEY": {"speedup": "2", "when": 1.0}}}}',
-     '{"version": 1, "devices": {"NAME": {"KEY": {"speedup": -2.0, "when": 1.0}}}}',
-     '{"version": 1, "devices": {"NAME": {"KEY": {"speedup": NaN, "when": 1.0}}}}',
-     '{"version": 1, "devices": {"NAME": {"KEY": {"speedup": 2.0}}}}'],
+     '{"version": 1, "devices": {"NAME": {"KEY": {"speedup": "2", "when": 1.0, "ms": 1.0}}}}',
+     '{"version": 1, "devices": {"NAME": {"KEY": {"speedup": -2.0, "when": 1.0, "ms": 1.0}}}}',
+     '{"version": 1, "devices": {"NAME": {"KEY": {"speedup": NaN, "when": 1.0, "ms": 1.0}}}}',
+     '{"version": 1, "devices": {"NAME": {"KEY": {"speedup": 2.0, "ms": 1.0}}}}',
+     '{"version": 1, "devices": {"NAME": {"KEY": {"speedup": 2.0, "when": 1.0}}}}'],
 )  # fmt: skip
 def test_a_damaged_memory_is_none(measured: Measured, cache: Path, damage: str) -> None:
     kind = kind_of(nn.Linear(64, 32), 16, SWITCHBACK)
@@ -151,13 +152,13 @@ def test_kernels_that_were_tuned_since_are_measured_anew(
     tuned = cache.parent / "multiplies.json"
     tuned.touch()
     os.utime(tuned, (2e9, 2e9))
-    assert _tune._known(kind) == 1.25
+    assert _tune._known(kind) == (1.25, 800.0)
     gpu = _tune.replace(kind, device=torch.device("cuda"))
     monkeypatch.setattr(_tune, "_name", lambda device: _name)
     (_name,) = json.loads(cache.read_text())["devices"]
     assert _tune._known(gpu) is None
     os.utime(tuned, (1e9, 1e9))
-    assert _tune._known(gpu) == 1.25
+    assert _tune._known(gpu) == (1.25, 800.0)
 
 
 def test_the_weight_of_a_conv1d_is_measured_as_it_lies(measured: Measured) -> None:

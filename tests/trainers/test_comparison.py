@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import narrowgauge as ng
-from narrowgauge.recipes import _recipe
+from narrowgauge.recipes import _book
 from narrowgauge.rules import Rule, Slot
 from narrowgauge.trainers import CompareProgress, Comparison, Run, _compare
 
@@ -210,7 +210,7 @@ def test_an_error_of_the_loss_says_what_dtype_the_model_has() -> None:
 
 
 def test_a_recipe_of_ones_own_is_registered_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_recipe, "_REGISTERED", {})
+    monkeypatch.setattr(_book, "_REGISTERED", {})
     own = ng.recipes.Recipe(
         "my-lion", "Lion in bf16", torch.bfloat16, "split8", "8bit", optimizer=ng.optim.Lion8bit
     )

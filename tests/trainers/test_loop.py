@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from narrowgauge.trainers._loop import _PRODUCTS, SCHEDULES, Float32Products, fast_products, schedule
+from narrowgauge._schedule import SCHEDULES, schedule
+from narrowgauge.trainers._loop import _PRODUCTS, Float32Products, fast_products
 
 
 def test_the_ends_and_the_middle() -> None:

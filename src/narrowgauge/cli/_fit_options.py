@@ -16,6 +16,7 @@ import typer
 
 from narrowgauge.cli._files import UsageError
 from narrowgauge.cli._train import read_config, train_hints
+from narrowgauge.recipes._choices import TOLERANCE
 from narrowgauge.trainers import SettingsError, TrainSettings
 from narrowgauge.trainers._models import preset
 
@@ -59,7 +60,7 @@ class FitOptions(TrainSettings):
     memory: str | None = _own(None, "Limit: memory of the GPU, such as 24GB.")
     bytes: float | None = _above_zero(None, "Limit: bytes a parameter.")
     tolerance: float | None = _above_zero(
-        None, "Limit: share of the gradient's noise that rounding may add; 0.2 if there is no limit."
+        None, f"Limit: share of the gradient's noise that rounding may add; {TOLERANCE:g} if no limit is given."
     )
     seconds: float = _above_zero(90.0, "How long the measurement may take, about.")
     verify: bool = _own(False, "Then train with the choice and with D, side by side.")
@@ -92,7 +93,7 @@ class FitOptions(TrainSettings):
             return {"memory": self.memory}
         if self.bytes is not None:
             return {"bytes_per_parameter": self.bytes}
-        return {} if self.tolerance is None else {"tolerance": self.tolerance}
+        return {"tolerance": self.tolerance}
 
 
 def fit_hints() -> dict[str, Any]:

@@ -38,7 +38,8 @@ class CompareOptions:
     recipes: Annotated[
         str,
         option(
-            f"Comma-separated: {', '.join(recipes.names())}; or A, B, C, D, D-MW. With settings: lion8bit@lr=3e-5.",
+            f"Comma-separated: {', '.join(recipes.names())}; or A, B, C, D, D-MW; or the file of a fitted one. "
+            "With settings: lion8bit@lr=3e-5.",
             "--recipes",
         ),
     ] = ",".join(DEFAULT_RECIPES)
@@ -158,7 +159,8 @@ class PlanOptions:
         ),
     ]
     recipe: Annotated[
-        str, option("Comma-separated, a column each: names, or A, B, C, D, D-MW.", "--recipe", "--recipes")
+        str,
+        option("Comma-separated, a column each: names, letters, files of fitted ones.", "--recipe", "--recipes"),
     ] = "D,adamw8bit-split8"
     linear: Annotated[
         str | None, option("Plan of the linear layers: SWITCHBACK:int8, SWITCHBACK_M, ...", show_default="none")

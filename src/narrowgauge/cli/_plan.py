@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from narrowgauge import recipes
 from narrowgauge.cli._console import MISSING, Printer
 from narrowgauge.cli._files import UsageError, picture_path, user_input, write_output
 from narrowgauge.cli._options import PlanOptions, parts, plan_of
-from narrowgauge.recipes import MemoryPlan, Recipe
+from narrowgauge.recipes import FittedRecipe, MemoryPlan, Recipe
 from narrowgauge.recipes._parallel import MOST
 from narrowgauge.recipes._plan import largest, parse_bytes
 from narrowgauge.recipes._trace import from_config
@@ -74,7 +75,9 @@ def _planned(options: PlanOptions) -> tuple[list[MemoryPlan], list[Answers] | No
     names = list(dict.fromkeys(parts(options.recipe)))
     if not names:
         raise UsageError(f"--recipe must name recipes, got {options.recipe!r}")
-    found = {recipe.name: recipe for recipe in map(recipes.get, names)}
+    # By name and not by letter; one of a file by its path.
+    given = {name: recipes.get(name) for name in names}
+    found = {name if isinstance(one, FittedRecipe) else one.name: one for name, one in given.items()}
     memory = None if options.memory is None else parse_bytes("--memory", options.memory)
     linear = None if options.linear is None else plan_of("--linear", options.linear)
     model = _model(options, options.sequence)
@@ -97,7 +100,7 @@ def _planned(options: PlanOptions) -> tuple[list[MemoryPlan], list[Answers] | No
     def peak(recipe: Recipe, sequence: int) -> int:
         return planned(recipe, _model(options, sequence), sequence).peak
 
-    plans = [planned(recipe, model, options.sequence) for recipe in found.values()]
+    plans = [replace(planned(one, model, options.sequence), recipe=name) for name, one in found.items()]
     # Asked of each length anew where the model would be another one.
     asked = peak if grows(options.model) else None
     answers = None if memory is None else [_answers(one, memory, asked) for one in plans]

@@ -83,6 +83,7 @@ class History:
         ignored: number of records without a step of at least 1, without a name, or with an invalid or surplus map.
         missing: by (kind, reason) the names of what was not recorded.
         alarms: records of kinds "spike" and "nonfinite", in order.
+        adapted: records of kind "adapted", in order.
         usage: how often each code was used in all records, by (tensor, slot).
         state_formats: the number format by (tensor, slot).
         maps: usage and sums of relative errors of Adam's updates by codes, two (256, 256), by tensor; "" is all.
@@ -95,6 +96,7 @@ class History:
         self.damage = damage
         self.runs = self.count = self.ignored = self.last_step = 0
         self.alarms: list[Record] = []
+        self.adapted: list[Record] = []
         self.missing: dict[tuple[str, str], list[str]] = {}
         self.usage: dict[tuple[str, str], Floats] = {}
         self.state_formats: dict[tuple[str, str], str] = {}
@@ -125,6 +127,9 @@ class History:
         self.last_step = max(self.last_step, step)
         if kind in ("spike", "nonfinite"):
             self.alarms.append(_shown(record))
+            return
+        if kind == "adapted":
+            self.adapted.append(_shown(record))
             return
         if kind == "missing":
             self._add_missing(_shown(record))

@@ -10,6 +10,7 @@ Every record is a dictionary with its ``kind`` and, except for the header, the `
     activation_gradient                 a tensor's magnitudes, and what narrower formats would lose of it
     state, adam_error                   what the codes of the optimizer's moments lose
     spike, nonfinite                    an alarm
+    adapted                             a storage that `train --adapt` widened, or a layer whose plan it removed
     missing                             what will not be recorded of some tensors, and why
 
 JSON has no infinities and no NaN: they are written as the strings "inf", "-inf" and "nan", and read back as floats.

@@ -46,7 +46,7 @@ class RecipeFactory:
             args: the Trainer's arguments, for learning rate, weight decay, betas and epsilon. Options given by name
                 take precedence. Hyperparameters that the recipe's optimizer does not have are ignored. Without
                 `args` the optimizer's defaults hold.
-            recipe: name of a recipe, or a recipe.
+            recipe: name of a recipe, the path of a fitted one's file, or a recipe.
             lr: learning rate; must be given without `args`.
             linear: plan for the linear layers, or its name and format: ``"SWITCHBACK:e4m3"``. None swaps none.
             keep: linear layers to keep; see `narrowgauge.linear.swap_linears`. None keeps output layers and
@@ -54,13 +54,18 @@ class RecipeFactory:
             **options: of `Recipe.apply` and of the optimizer: ``weight_decay``, ``max_grad_norm``, ``decay_all``, …
 
         Raises:
-            ValueError: without a learning rate, for an unknown recipe, for a plan that fits no layer, for `keep`
-                without `linear`, and for arguments that the optimizer refuses.
+            ValueError: without a learning rate, for an unknown recipe, for a plan that fits no layer or goes with a
+                recipe that has plans itself, for `keep` without `linear`, and for arguments that the optimizer
+                refuses.
         """
         if keep is not None and linear is None:
             raise ValueError(f"keep must be None without linear, got {keep!r}")
         chosen = recipes.get(recipe) if isinstance(recipe, str) else recipe
         plan = named_plan(linear) if isinstance(linear, str) else linear
+        if plan is not None and chosen.plans_layers:
+            raise ValueError(
+                f"linear must be None with recipe {chosen.name!r}, which has plans of layers, got {plan.title}"
+            )
         given = {**chosen.known(hyperparameters(args)), **options} if args is not None else options
         if lr is not None:
             given["lr"] = lr

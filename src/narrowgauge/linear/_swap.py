@@ -22,15 +22,17 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
 from narrowgauge._arguments import Flag, Size, check, check_instance
+from narrowgauge._module_names import clean_name
 from narrowgauge.linear._attention import LowPrecisionMultiheadAttention
 from narrowgauge.linear._module import LowPrecisionConv1D, LowPrecisionLinear, PlannedModule, planned_class
 from narrowgauge.linear._plan import LinearPlan
 from narrowgauge.linear._tune import LayerKind, speedups
 
-_KEEP = ("lm_head",)
+KEEP = ("lm_head",)
+_LEAST = 16  # features
 # In transformers models. They stay in high precision: their noise would be the loss's.
 _HEADS = ("lm_head", "cls", "visual_projection", "text_projection", "classifier")
-_READ_BY_ATTENTION = "nn.MultiheadAttention reads its weight, not its output"
+READ_BY_ATTENTION = "nn.MultiheadAttention reads its weight, not its output"
 _READ_WITH_BIASES = "its attention reads its weight, not its output (qkv_bias_separate=True would call it)"
 
 
@@ -87,7 +89,7 @@ class SwapReport:
         paths = sorted({one.layer.path for one in self._undo})
         where = f" ({'; '.join(paths)})" if paths else ""
         speeds = {
-            name: f"{_times(self.speedups[name])} nn.Linear" for name in self.swapped if name in self.speedups
+            name: f"{in_times(self.speedups[name])} nn.Linear" for name in self.swapped if name in self.speedups
         }
         lines = [str(self.plan), f"swapped: {len(self.swapped)}{where}"]
         lines += _columns({name: speeds.get(name, "") for name in self.swapped})
@@ -99,7 +101,8 @@ def _columns(rows: Mapping[str, str]) -> list[str]:
     return [f"  {name.ljust(width)}  {text}".rstrip() for name, text in rows.items()]
 
 
-def _times(speedup: float) -> str:
+def in_times(speedup: float) -> str:
+    """A speed-up: ``1.25x``."""
     # Rounded down, so that a slower layer never reads as 1.00.
     return f"{math.floor(speedup * 100) / 100:.2f}x"
 
@@ -107,8 +110,8 @@ def _times(speedup: float) -> str:
 def swap_linears(
     model: nn.Module,
     plan: LinearPlan,
-    keep: Iterable[str] = _KEEP,
-    min_features: int = 16,
+    keep: Iterable[str] = KEEP,
+    min_features: int = _LEAST,
     *,
     tokens: int | Mapping[str, int] | None = None,
     launched: bool = True,
@@ -155,7 +158,7 @@ def swap_linears(
     check("subclasses", subclasses, Flag)
     rows, patterns = _rows_by_name(tokens), tuple(keep)
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    given = (*(patterns if keep is not _KEEP else ()), *rows)
+    given = (*(patterns if keep is not KEEP else ()), *rows)
     unknown = [pattern for pattern in given if not any(matches(name, pattern) for name in names)]
     if unknown:
         warnings.warn(
@@ -164,12 +167,12 @@ def swap_linears(
             stacklevel=2,
         )
     report = SwapReport(plan)
-    found = list(_candidates(model, patterns, min_features, subclasses))
+    found = list(candidates(model, patterns, min_features, subclasses))
     slow = {} if tokens is None else _slow(found, rows, plan, report, launched)
     for one in found:
         reason = one.reason or slow.get(one.name)
         if reason is None and one.holder is not None and not isinstance(one.holder, PlannedModule):
-            reason = _READ_BY_ATTENTION
+            reason = READ_BY_ATTENTION
         if reason is not None:
             report.kept[one.name] = reason
             continue
@@ -178,6 +181,45 @@ def swap_linears(
         one.module.__class__ = one.becomes
         one.module.set_plan(plan)
     return report
+
+
+def swap_named(model: nn.Module, plans: Iterable[tuple[Iterable[str], LinearPlan]]) -> None:
+    """Let named linear layers of a model compute by their plans, in place.
+
+    A layer that has its plan already, and one whose plan has no multiply in eight bits, stays as it is.
+
+    Args:
+        model: the model.
+        plans: names, or patterns with ``*``, and their plan. Of several that fit a layer the first counts.
+
+    Raises:
+        ValueError: for a name that fits no layer that multiplies by a weight, for a layer that has another plan,
+            and for one that `swap_linears` would keep, with its reason; no layer is changed then.
+    """
+    found = list(candidates(model, (), _LEAST, False))
+    chosen: dict[str, LinearPlan] = {}
+    for patterns, plan in plans:
+        for pattern in patterns:
+            fits = [one.name for one in found if fnmatch.fnmatchcase(clean_name(one.name), pattern)]
+            if not fits:
+                raise ValueError(f"layers must name linear layers of the model, got {pattern!r}, which fits none")
+            chosen = dict.fromkeys(fits, plan) | chosen
+    swaps: dict[nn.Module, tuple[type[PlannedModule], LinearPlan]] = {}
+    for one in found:
+        wanted = chosen.get(one.name)
+        is_planned = isinstance(one.module, PlannedModule)
+        if wanted is None or (one.module.plan == wanted if is_planned else not wanted.formats):
+            continue
+        reason = one.reason
+        is_called = one.holder is None or one.holder in swaps or isinstance(one.holder, PlannedModule)
+        if reason is None and not is_called:
+            reason = READ_BY_ATTENTION
+        if reason is not None:
+            raise ValueError(f"layers must name layers that can have a plan, got {one.name!r}: {reason}")
+        swaps[one.module] = one.becomes, wanted
+    for layer, (becomes, plan) in swaps.items():
+        layer.__class__ = becomes
+        cast(PlannedModule, layer).set_plan(plan)
 
 
 def _rows_by_name(tokens: int | Mapping[str, int] | None) -> dict[str, int]:
@@ -191,7 +233,7 @@ def _rows_by_name(tokens: int | Mapping[str, int] | None) -> dict[str, int]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Candidate:
+class Candidate:
     """A module that multiplies by a weight."""
 
     name: str
@@ -200,10 +242,26 @@ class _Candidate:
     holder: nn.MultiheadAttention | None  # whose `out_proj` it is; without a plan that does not call it
     reason: str | None  # why it is kept; None if it can be swapped
 
+    @property
+    def weight(self) -> Tensor:
+        """The parameter that it multiplies by."""
+        weight: Tensor = self.module.get_parameter(self.becomes.WEIGHT)
+        return weight
 
-def _candidates(
-    model: nn.Module, keep: tuple[str, ...], min_features: int, subclasses: bool
-) -> Iterator[_Candidate]:
+    @property
+    def transposed(self) -> bool:
+        """Whether the weight is (in_features, out_features)."""
+        return self.becomes is LowPrecisionConv1D
+
+    def kind(self, tokens: int, plan: LinearPlan, launched: bool = True) -> LayerKind:
+        """What its speed depends on, under the autocast that is on."""
+        bias = getattr(self.module, self.becomes.WEIGHT.replace("weight", "bias"))
+        return LayerKind.of(self.weight, bias, tokens, plan, self.transposed, launched)
+
+
+def candidates(
+    model: nn.Module, keep: tuple[str, ...] = KEEP, min_features: int = 16, subclasses: bool = False
+) -> Iterator[Candidate]:
     """All modules of a model that multiply by a weight; an attention comes before its layers."""
     names: dict[nn.Module, list[str]] = {}  # a module that occurs twice has two
     for name, module in model.named_modules(remove_duplicate=False):
@@ -223,7 +281,7 @@ def _candidates(
                 becomes = planned_class(cast(Hashable, type(module)))
             except TypeError as error:
                 reason = f"is a {type(module).__name__}, from which no class can be derived: {error}"
-        yield _Candidate(name, module, becomes, holder, reason)
+        yield Candidate(name, module, becomes, holder, reason)
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -309,7 +367,7 @@ def _own_ways(kind: type[nn.Module], subclasses: bool) -> str | None:
 
 
 def _slow(
-    found: list[_Candidate], rows: dict[str, int], plan: LinearPlan, report: SwapReport, launched: bool
+    found: list[Candidate], rows: dict[str, int], plan: LinearPlan, report: SwapReport, launched: bool
 ) -> dict[str, str]:
     """Why layers are kept for their speed, by name; adds the speeds to the report."""
     slow: dict[str, str] = {}
@@ -317,9 +375,7 @@ def _slow(
     for one in found:
         if one.reason is not None:
             continue
-        weight = one.module.get_parameter(one.becomes.WEIGHT)
-        bias = getattr(one.module, one.becomes.WEIGHT.replace("weight", "bias"))
-        if weight.is_meta:
+        if one.weight.is_meta:
             raise ValueError(
                 f"tokens must be None for a model on the meta device, got {next(iter(rows.values()))} and "
                 f"{one.name!r} there: measuring needs the device of the training"
@@ -328,8 +384,7 @@ def _slow(
         if b is None:
             slow[one.name] = "not measured: tokens has no name that fits"
         else:
-            transposed = one.becomes is LowPrecisionConv1D
-            kinds[one.name] = LayerKind.of(weight, bias, b, plan, transposed, launched)
+            kinds[one.name] = one.kind(b, plan, launched)
     fast = speedups(kinds.values())
     for name, kind in kinds.items():
         if kind not in fast:
@@ -337,5 +392,5 @@ def _slow(
             continue
         report.speedups[name] = fast[kind]
         if fast[kind] < 1:
-            slow[name] = f"measured {_times(fast[kind])} nn.Linear at {kind.tokens} tokens"
+            slow[name] = f"measured {in_times(fast[kind])} nn.Linear at {kind.tokens} tokens"
     return slow

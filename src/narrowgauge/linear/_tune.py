@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -146,12 +146,29 @@ class LayerKind:
         return ", ".join(words if self.launched else [*words, "the device's time"])
 
 
+class Timed(NamedTuple):
+    """A kind of layer beside nn.Linear, forward and backward pass."""
+
+    speedup: float  # how many times as fast as nn.Linear
+    ms: float  # milliseconds by the plan
+
+    @property
+    def plain_ms(self) -> float:
+        """Milliseconds of nn.Linear."""
+        return self.ms * self.speedup
+
+
 def speedups(kinds: Iterable[LayerKind]) -> dict[LayerKind, float]:
-    """How many times as fast as nn.Linear each kind of layer is, from the table; measured if it is missing there.
+    """How many times as fast as nn.Linear each kind of layer is; see `times`."""
+    return {kind: timed.speedup for kind, timed in times(kinds).items()}
+
+
+def times(kinds: Iterable[LayerKind]) -> dict[LayerKind, Timed]:
+    """How fast each kind of layer is, from the table; measured if it is missing there.
 
     In a process group every rank must call it. A kind whose measurement runs out of memory is left out.
     """
-    found: dict[str, float] = {}
+    found: dict[str, Timed] = {}
     asked = list(dict.fromkeys(kinds))
     for kind in asked:
         known = _known(kind)
@@ -161,26 +178,30 @@ def speedups(kinds: Iterable[LayerKind]) -> dict[LayerKind, float]:
         if known is not None:
             found[kind.key] = known
     # The same figures on all ranks: those of the lowest rank that has them.
-    agreed = {key: speedup for one in reversed(_all_ranks(found)) for key, speedup in one.items()}
+    agreed = {key: timed for one in reversed(_all_ranks(found)) for key, timed in one.items()}
     return {kind: agreed[kind.key] for kind in asked if kind.key in agreed}
 
 
-def _known(kind: LayerKind) -> float | None:
-    """The speed-up in the table, unless kernels have been tuned since."""
+def _known(kind: LayerKind) -> Timed | None:
+    """The times in the table, unless kernels have been tuned since."""
     record = _cache.read_records(_path()).get(_name(kind.device), {}).get(kind.key)
     if not isinstance(record, dict):
         return None
-    found, when = record.get("speedup"), record.get("when")
-    if not (isinstance(found, float) and 0 < found < float("inf") and isinstance(when, float)):
+    found, ms, when = record.get("speedup"), record.get("ms"), record.get("when")
+    if not (_positive(found) and _positive(ms) and isinstance(when, float)):
         return None
     with contextlib.suppress(OSError):
         if kind.device.type == "cuda" and (_cache.folder() / "multiplies.json").stat().st_mtime > when:
             return None
-    return found
+    return Timed(found, ms)
+
+
+def _positive(value: object) -> TypeGuard[float]:
+    return isinstance(value, float) and 0 < value < float("inf")
 
 
 @torch.inference_mode(False)  # which has no backward pass
-def _measure(kind: LayerKind) -> float:
+def _measure(kind: LayerKind) -> Timed:
     steps = _steps(kind)
     if kind.device.type == "cuda" and not kind.launched:
         with torch.cuda.device(kind.device):
@@ -188,7 +209,7 @@ def _measure(kind: LayerKind) -> float:
     plain, planned = alternating(*steps, kind.device)
     record = {"speedup": plain / planned, "ms": planned * 1e3, "nn.Linear ms": plain * 1e3, "when": time.time()}
     _cache.merge_records(_path(), _name(kind.device), {kind.key: record})
-    return plain / planned
+    return Timed(plain / planned, planned * 1e3)
 
 
 def _steps(kind: LayerKind) -> tuple[Callable[[], Any], Callable[[], Any]]:

@@ -20,7 +20,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-LISTS = ("params", "param_names")  # of a group: no options
+# The option of a group that has the storages of single parameters, by name; another value is another dictionary.
+STORAGES = "storages"
+LISTS = ("params", "param_names", STORAGES)  # of a group: no options that a rule reads
 _CONSTANTS = (float, int, bool, str, NoneType)
 _DTYPE = attrgetter("dtype")
 

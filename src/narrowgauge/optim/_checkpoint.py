@@ -31,10 +31,11 @@ import torch
 from torch import Tensor
 
 from narrowgauge._arguments import is_number, shown
+from narrowgauge.optim._changes import STORAGES
 from narrowgauge.optim._checkpoint_convert import Notes, StateReader
 from narrowgauge.optim._checkpoint_foreign import VERSION_KEY, layout_of
 from narrowgauge.optim._options import LIMIT, check_limits
-from narrowgauge.optim._plan import ParamPlan, plan_param, slot_storages
+from narrowgauge.optim._plan import REASON, ParamPlan, plan_param, slot_storages
 from narrowgauge.optim._sharding import local
 from narrowgauge.optim._state_shapes import from_shapes
 from narrowgauge.rules import Rule
@@ -43,7 +44,7 @@ from narrowgauge.storage import StateStorage
 # Options that keep the live optimizer's value: storage, arithmetic, and the version that it writes.
 _STAYS = (
     "weights", "states", "block_size", "min_quantized_size", "arithmetic",
-    "foreach", "fused", "capturable", "differentiable", "rule", VERSION_KEY,
+    "foreach", "fused", "capturable", "differentiable", "rule", REASON, VERSION_KEY,
 )  # fmt: skip
 # Options that change steps. The checkpoint decides, as for every hyperparameter, but with a warning.
 _LIMITS = ("clip_updates", "cautious", LIMIT)
@@ -110,12 +111,17 @@ def read_checkpoint(
         {**mine, **new, **{option: mine[option] for option in (*_STAYS, *fixed(mine)) if option in mine}}
         for mine, new in zip(live, translated, strict=True)
     ]
+    for mine, group in zip(live, groups, strict=True):
+        if REASON not in mine:  # that of the saved storages
+            group.pop(REASON, None)
     try:
         check_limits(groups)
     except ValueError as error:
         raise ValueError(f"state_dict: {error}") from error
     checkpoint = Checkpoint(groups, dict(given["state"]))
     notes, every = checkpoint.notes, iter(names)
+    for number, (mine, new, group) in enumerate(zip(live, translated, groups, strict=True)):
+        _take_storages(mine, new, group, number, notes)
     for number, (group, old) in enumerate(zip(groups, translated, strict=True)):
         members = live[number]["params"]
         former = group.pop(_FORMER_OPTION, 100)
@@ -127,7 +133,8 @@ def read_checkpoint(
         try:
             rule = check({**group, "params": members})
             # What the saved group asks for each slot; a single parameter may differ (`StateReader`).
-            declared = slot_storages(rule, {**group, "states": old["states"]})
+            asked = {**group, "states": old["states"]}
+            declared = slot_storages(rule, asked)
         except ValueError as error:
             raise ValueError(f"state_dict: group {number}: {error}") from error
         for option in _LIMITS:
@@ -146,6 +153,9 @@ def read_checkpoint(
             if not entry:
                 continue
             likely = (_marked(plan), declared) if plan.kind[1] is not None else (declared,)
+            if own := {**old.get(STORAGES, {}).get(plan.name, {})}:
+                own.pop("weights", None)
+                likely = (slot_storages(rule, asked, own), *likely)
             reader = StateReader(optimizer, plan, local(p), entry, likely, old["block_size"], notes)
             found, decoded = from_shapes(p, plan, entry, old["block_size"], reader.moments_of)
             if decoded:
@@ -157,6 +167,17 @@ def read_checkpoint(
                 if reader.wide is not None:
                     checkpoint.weights[p] = reader.wide
     return checkpoint
+
+
+def _take_storages(mine: Group, saved: Group, group: dict[str, Any], number: int, notes: Notes) -> None:
+    """Take over the storages of single parameters, which `convert` chose beside those of the saved group."""
+    theirs = saved.get(STORAGES, {})
+    _check_kind(f"{STORAGES!r} of group {number}", theirs, Mapping, "a dict")
+    for name, own in theirs.items():
+        _check_kind(f"{name!r} in {STORAGES!r} of group {number}", own, Mapping, "a dict")
+    if theirs and any(saved.get(option) != mine[option] for option in ("weights", "states")):
+        group[STORAGES] = mine.get(STORAGES, {})
+        notes.add(f"left out {STORAGES!r} of single parameters, as those of the group differ", f"group {number}")
 
 
 def _marked(plan: ParamPlan) -> dict[str, StateStorage]:

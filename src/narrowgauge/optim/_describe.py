@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from narrowgauge._text import listed
+from narrowgauge._text import listed, patterns
 from narrowgauge.optim._plan import ParamPlan
 
 _WIDTH = 110
@@ -95,20 +95,9 @@ def _table(groups: list[list[Row]]) -> list[str]:
     found = [top, dashes]
     for line, rows in zip(lines, groups, strict=True):
         found.append(line)
-        for text in (listed(_patterns([row.parameter for row in rows]), most=2), rows[0].why):
+        for text in (listed(patterns([row.parameter for row in rows]), most=2), rows[0].why):
             found += textwrap.wrap(text, _WIDTH, initial_indent="    ", subsequent_indent="    ")
     return found
-
-
-def _patterns(names: list[str]) -> list[str]:
-    """Names, with * for numbers in which they differ: blocks.0.weight and blocks.1.weight are blocks.*.weight."""
-    alike: dict[tuple[str, ...], list[list[str]]] = {}
-    for parts in (name.split(".") for name in names):
-        alike.setdefault(tuple("*" if part.isdecimal() else part for part in parts), []).append(parts)
-    return [
-        ".".join(found.pop() if len(found := set(column)) == 1 else "*" for column in zip(*same, strict=True))
-        for same in alike.values()
-    ]
 
 
 def _tensors(count: int, what: str = "tensor") -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from narrowgauge._module_names import clean_name
 from narrowgauge.storage import state_storage
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -89,8 +90,12 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def named(argument: str, model: nn.Module, patterns: str | Iterable[str]) -> set[int]:
-    """The ids of the parameters that names or patterns with ``*`` are of; a ValueError for one that fits none."""
-    every = list(model.named_parameters(remove_duplicate=False))
+    """The ids of the parameters that names or patterns with ``*`` are of; a ValueError for one that fits none.
+
+    Names are those with the wrappers' parts in them, or without.
+    """
+    named_parameters = model.named_parameters(remove_duplicate=False)
+    every = [(name, p) for whole, p in named_parameters for name in {whole, clean_name(whole)}]
     found: set[int] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         fits = {id(p) for name, p in every if name == pattern or fnmatchcase(name, pattern)}

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
 from narrowgauge._arguments import Flag, check, check_instance
-from narrowgauge.optim._changes import GroupSnapshot
+from narrowgauge.optim._changes import STORAGES, GroupSnapshot
 from narrowgauge.optim._checkpoint import Checkpoint, read_checkpoint
 from narrowgauge.optim._checkpoint_convert import replan
 from narrowgauge.optim._checkpoint_foreign import VERSION, VERSION_KEY, export_to_torch
@@ -40,14 +40,15 @@ from narrowgauge.optim._options import (
     with_defaults,
 )
 from narrowgauge.optim._plan import ParamPlan, kind_of, plan_param
-from narrowgauge.optim._preview import ParameterView, QuantizedMoment, preview
+from narrowgauge.optim._preview import ParameterView, QuantizedMoment, moment_quality, preview
 from narrowgauge.optim._sharded_state import to_pieces
 from narrowgauge.optim._sharding import as_shared, is_shared, local
 from narrowgauge.optim._state_shapes import to_shapes
 from narrowgauge.optim._stats import StepStats
+from narrowgauge.optim._tracing import elementwise
 from narrowgauge.optim._verdict import Arrival, StepRequest, Unscaling, clipping
 from narrowgauge.rules import Rule, cautious, clipped
-from narrowgauge.storage import mark_states, marked_states
+from narrowgauge.storage import mark_states, marked_states, weight_storage
 
 _MARKS = "marks"
 
@@ -268,6 +269,34 @@ class NarrowOptimizer(torch.optim.Optimizer):
             self._replan()
         return self._engine.plans[p]
 
+    def convert(self, p: Tensor, **storages: str) -> None:
+        """Keep one parameter otherwise than its group from now on; its state is converted in place.
+
+        The group has it under ``"storages"``, by the parameter's name, and so does a checkpoint, which brings it
+        back.
+
+        Args:
+            p: the parameter.
+            **storages: ``weights``, and moments by slot: ``convert(p, weights="split8", m="log8")``.
+
+        Raises:
+            ValueError: for a parameter of no group, and a storage that it cannot have; nothing is changed then.
+        """
+        group = next((group for group in self.param_groups if any(p is one for one in group["params"])), None)
+        if group is None:
+            raise ValueError(f"p must be a parameter of the optimizer, got one of shape {tuple(p.shape)}")
+        name, before = self.plan_of(p).name, dict(group)
+        if "weights" in storages and p.dtype not in weight_storage(storages["weights"]).dtypes:
+            raise ValueError(f"weights must be a storage for {p.dtype} ({name}), got {storages['weights']!r}")
+        own = group.get(STORAGES, {})
+        group[STORAGES] = {**own, name: {**own.get(name, {}), **storages}}
+        try:
+            self._replan()
+        except ValueError:
+            group.clear()
+            group.update(before)
+            raise
+
     def plans(self, lazy: bool = False) -> list[tuple[Tensor, ParamPlan]]:
         """All parameters and their plans, in the order of the groups.
 
@@ -484,6 +513,20 @@ class NarrowOptimizer(torch.optim.Optimizer):
         if view is None or p.grad is None or not self.keeps_codes(p) or not view.p.numel():
             return []
         return preview(view, self.inverse_scale(), sample)
+
+    def moment_quality(self, p: Tensor) -> dict[str, Tensor]:
+        """What storing each quantized moment changes in a step with the present gradient.
+
+        Returns:
+            By slot, float64 (2,): sums whose ratio is 1 if nothing is lost in the mean, of the part on this rank.
+            Empty without a gradient or a quantized moment, and for a sharded parameter whose rule has sums over it.
+        """
+        view = self.parameter_view(p)
+        if view is None or view.grad is None or not self.keeps_codes(p) or not view.p.numel():
+            return {}
+        if is_shared(p) and not elementwise(view.plan, view.group):
+            return {}
+        return moment_quality(view, self.inverse_scale())
 
     @property
     def skipped(self) -> dict[str, int]:

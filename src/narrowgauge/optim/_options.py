@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge._arguments import Count, Flag, Size, check, check_choice, is_number
+from narrowgauge.optim._changes import STORAGES
 from narrowgauge.optim._plan import slot_storages
 from narrowgauge.rules import Rule
 from narrowgauge.storage import weight_storages
@@ -146,7 +147,9 @@ def option_values(group: Mapping[str, Any]) -> tuple[Any, ...]:
     others = (group[option] for option in _DEFAULTS if option not in ("states", LIMIT))
     # Whether there is a limit; what it is may change at every step.
     limited = group[LIMIT] is not None
-    return tuple(states.items()) if isinstance(states, Mapping) else states, *others, limited, group.get("amsgrad")
+    own = tuple((name, *storages.items()) for name, storages in group.get(STORAGES, {}).items())
+    shown = tuple(states.items()) if isinstance(states, Mapping) else states
+    return shown, *others, limited, group.get("amsgrad"), own
 
 
 def what_plain_loses(dtype: torch.dtype, lr: float | Tensor) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from narrowgauge._torch_private import is_flattened
 from narrowgauge.kernels._codec import Codec, Moment
+from narrowgauge.optim._changes import STORAGES
 from narrowgauge.optim._sharding import Shard, is_shared, shard_of
 from narrowgauge.rules import WEIGHT, Rule, Slot, has_terms
 from narrowgauge.storage import (
@@ -28,6 +29,7 @@ from narrowgauge.storage import (
 # A parameter's dtype and the states that it is marked with.
 Kind = tuple[torch.dtype, str | None]
 State = dict[str, Tensor]
+REASON = "reason"  # key of a group: why its parameters are kept as they are, for `describe()`
 PLAIN = (Tensor, torch.nn.Parameter)  # classes whose memory kernels may use
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -135,7 +137,7 @@ class ParamPlan:
         slots: one plan a moment.
         inactive: those of moments that the hyperparameters switch off; they may come back.
         strict: whether every operation is rounded to the storages' formats.
-        why: what differs from what was asked for, and why; empty if nothing.
+        why: the group's reason for its storages, and what differs from what was asked for; empty if nothing.
         kind: what the plan depends on besides the options; see `kind_of`.
         shard: the part of the parameter on this rank; None if all of it is.
         weight_key: the state's key of the low word; None without one.
@@ -244,7 +246,10 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
     if dtype not in _DTYPES:
         raise ValueError(f"params must be float32, bfloat16 or float16, got {dtype} ({name})")
     strict = group["arithmetic"] == "strict"
-    asked = group["weights"]
+    own = dict(group.get(STORAGES, {}).get(name, {}))
+    asked = own.pop("weights", group["weights"])
+    if asked != "auto" and dtype not in weight_storage(asked).dtypes:
+        asked = group["weights"]  # a checkpoint's, of another dtype
     weight = weight_storage(automatic_weights(dtype, strict) if asked == "auto" else asked)
     if dtype not in weight.dtypes:
         taken = " or ".join(str(dtype).removeprefix("torch.") for dtype in weight.dtypes)
@@ -255,7 +260,7 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
         )
     if strict and not weight.rounded:
         raise ValueError(f"weights must be stored in floats for arithmetic='strict', got {weight.name!r}")
-    storages, active = slot_storages(rule, group), rule.slots(group)
+    storages, active = slot_storages(rule, group, own), rule.slots(group)
     shard = shard_of(p)
     why: dict[str, list[str]] = {}  # by reason, the slots that differ for it
     plans: dict[Slot, SlotPlan] = {}
@@ -264,6 +269,7 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
             continue
         storage, reasons = storages[slot.name], []
         asked_of_slot = group["states"] if isinstance(group["states"], str) else group["states"].get(slot.name)
+        asked_of_slot = own.get(slot.name, asked_of_slot)
         if asked_of_slot not in (None, "expansion", storage.name):
             what = "it is a weight" if slot.storages else f"{asked_of_slot} is for other moments"
             reasons.append(f"in {storage.name}: {what}")
@@ -291,12 +297,15 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
         if plan.storage.normalized:
             plans[slot] = replace(plan, normalizer=by_name.get(slot.normalizer or ""))
     slots = tuple(plans.pop(slot) for slot in active)
-    noted = "; ".join(f"{', '.join(names)} {reason}" for reason, names in why.items())
+    differing = (f"{', '.join(names)} {reason}" for reason, names in why.items())
+    noted = "; ".join(filter(None, (group.get(REASON), *differing)))
     return ParamPlan(name, index, rule, weight, slots, tuple(plans.values()), strict, noted, kind, shard)
 
 
-def slot_storages(rule: Rule, group: Mapping[str, Any]) -> dict[str, StateStorage]:
-    """The storage asked for each slot, inactive ones included.
+def slot_storages(
+    rule: Rule, group: Mapping[str, Any], own: Mapping[str, str] | None = None
+) -> dict[str, StateStorage]:
+    """The storage asked for each slot, inactive ones included; `own` has those of a single parameter.
 
     ``"expansion"``, as one name for all slots, is the preset of Collage-plus: each slot says what it means there. A
     slot that takes some storages only has the first of them where one name for all is none of them, or where a
@@ -314,6 +323,7 @@ def slot_storages(rule: Rule, group: Mapping[str, Any]) -> dict[str, StateStorag
             states[name] = asked if asked in slot.storages or not slot.storages else slot.storages[0]
     else:
         states = {name: slot.storages[0] for name, slot in slots.items() if slot.storages} | dict(states)
+    states = {**states, **(own or {})}
     names = [slot.name for slot in active]
     if not set(names) <= set(states) <= set(slots):
         raise ValueError(

@@ -1,11 +1,13 @@
 """What an optimizer shows to gauges: a parameter before its next step, and what the step will make of its moments.
 
 A step stores only the codes of its new moments. So `preview` computes them once more, by the specification that the
-kernels match; and `SecondMoment` the ratios of gradient and second moment, of which RMS_t is the root mean.
+kernels match; `moment_quality` what storing them changes in a step; and `SecondMoment` the ratios of gradient and
+second moment, of which RMS_t is the root mean.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from narrowgauge.optim._eager import (
     Noise,
+    Operands,
     encode_moments,
     next_number,
     operands,
@@ -26,6 +29,8 @@ from narrowgauge.optim._plan import ParamPlan, ParamStep
 from narrowgauge.optim._sharding import local, local_gradient
 from narrowgauge.optim._tracing import elementwise
 from narrowgauge.rules import Scalar, bare
+
+_SAMPLE = 2**16  # elements of a parameter that `moment_quality` computes
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +148,70 @@ def preview(
         inverse: the inverse loss scale that the step multiplies gradients by; None without one.
         sample: gives the items of a tensor in a sample of whole blocks; not used for rules with sums over a tensor.
     """
+    plan, p, _, scalars, moments, new = _computed(view, inverse, sample)
+    corrections = {"m": scalars.get("correction1", 1.0), "v": scalars.get("correction2", 1.0)}
+    return [
+        QuantizedMoment(
+            slot=slot.slot.name,
+            format=slot.storage.name,
+            exact=moments[slot.slot.name],
+            codes=slot.storage.codes(slot.tensors(new), p.shape),
+            kept=slot.decode(new, p.shape),
+            correction=corrections.get(slot.slot.name, 1.0),
+            eps=float(scalars["eps"]) if "correction1" in scalars else None,
+        )
+        for slot in plan.slots
+        if slot.storage.quantized
+    ]
+
+
+@torch.no_grad()
+def moment_quality(view: ParameterView, inverse: Tensor | None) -> dict[str, Tensor]:
+    """What storing a moment makes of a step: by slot, sums whose ratio is a quality as `UpdateStats` has it.
+
+    Of each quantized moment, two updates with the present gradient are compared: with all moments as the next step
+    computes them, and with this one as it is stored. Their dot product, over the squared norm of the first, is 1 if
+    nothing is lost in the mean. A moment whose error the weight is given (error feedback) is left out. Of a long
+    parameter blocks here and there are computed, and gradients are clipped as in the last step.
+
+    Returns:
+        By slot, float64 (2,): the dot product, and the squared norm; of a sharded parameter those of this rank.
+    """
+    factors = [x.to(view.p.device) for x in (inverse, view.clipping) if x is not None]
+    inverse = math.prod(factors[1:], start=factors[0]) if factors else None
+    plan, p, read, scalars, moments, new = _computed(view, inverse, _blocks_of(view))
+    slots = [slot for slot in plan.slots if slot.storage.quantized and not slot.storage.error_feedback]
+
+    def step(moments: Mapping[str, Tensor]) -> Tensor:
+        delta, _ = plan.rule.update(read.arithmetic, read.weight, read.grad, moments, scalars)
+        return delta.to(torch.float64)
+
+    exact, found = step(moments), {}
+    for slot in slots:
+        kept = step({**moments, slot.slot.name: slot.decode(new, p.shape)})
+        found[slot.slot.name] = torch.stack([(kept * exact).sum(), exact.square().sum()])
+    return found
+
+
+def _blocks_of(view: ParameterView) -> Callable[[Tensor], Tensor]:
+    """What gives some whole blocks of a tensor of the parameter or its state, `_SAMPLE` elements or less."""
+    n, block = view.p.numel(), max(slot.block_size for slot in view.plan.slots)
+    stride = -(-n // _SAMPLE)
+
+    def sample(x: Tensor) -> Tensor:
+        if stride == 1 or block % 2 or not x.dim():
+            return x
+        x = x.reshape(-1) if x.numel() == n else x
+        items = {n: block, -(-n // 2): block // 2, -(-n // block): 1}[len(x)]
+        return x[: n // block * items].reshape(n // block, items, *x.shape[1:])[::stride].flatten(0, 1)
+
+    return sample
+
+
+def _computed(
+    view: ParameterView, inverse: Tensor | None, sample: Callable[[Tensor], Tensor]
+) -> tuple[ParamPlan, Tensor, Operands, Mapping[str, Scalar], dict[str, Tensor], dict[str, Tensor]]:
+    """(plan, p, what the rule is given, its scalars, its new moments, their state entries), of a sample."""
     plan, p, grad, group = view.plan, view.p, view.grad, view.group
     assert grad is not None
     plan = replace(plan, rule=bare(plan.rule))  # the options around it change no moment
@@ -160,17 +229,4 @@ def preview(
     _, made = plan.rule.update(read.arithmetic, read.weight, read.grad, read.moments, scalars)
     moments = {name: moment.to(torch.float32) for name, moment in made.items()}
     new, _ = encode_moments(plan, moments, Noise(group["seed"], plan.index, number, p))
-    corrections = {"m": scalars.get("correction1", 1.0), "v": scalars.get("correction2", 1.0)}
-    return [
-        QuantizedMoment(
-            slot=slot.slot.name,
-            format=slot.storage.name,
-            exact=moments[slot.slot.name],
-            codes=slot.storage.codes(slot.tensors(new), p.shape),
-            kept=slot.decode(new, p.shape),
-            correction=corrections.get(slot.slot.name, 1.0),
-            eps=float(scalars["eps"]) if "correction1" in scalars else None,
-        )
-        for slot in plan.slots
-        if slot.storage.quantized
-    ]
+    return plan, p, read, scalars, moments, new

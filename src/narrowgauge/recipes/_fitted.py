@@ -1,4 +1,4 @@
-"""Fitted recipes: a recipe that keeps each group of like parameters, and computes each linear layer, in its own way.
+"""Fitted recipes: each group of like parameters is kept, and each linear layer computed, in a way of its own.
 
 `narrowgauge.recipes.fit` measures a model and makes one. Its choices are values that a person can read: what was
 chosen, what the next narrower and the next wider choice would have cost, and why. They are stored in a TOML file,
@@ -7,97 +7,165 @@ from which `load` makes the same recipe again.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from narrowgauge.linear import LinearPlan
+from torch import nn
+
+from narrowgauge._arguments import Size, check
+from narrowgauge.linear._swap import swap_named
+from narrowgauge.optim._groups import named
+from narrowgauge.optim._plan import REASON, slot_storages
+from narrowgauge.recipes._bill import Bill
+from narrowgauge.recipes._choices import Choice, Computed, Kept, LayerChoice
+from narrowgauge.recipes._file import read, text_of
 from narrowgauge.recipes._recipe import Recipe
+from narrowgauge.storage import weight_storage
 
-
-@dataclass(frozen=True)
-class Kept:
-    """One way to keep parameters, with what it costs.
-
-    Attributes:
-        weights: the weight storage.
-        states: the storage of each moment, by slot: ``{"m": "log4", "v": "log8"}``.
-        bytes: bytes a parameter: weight, gradient, low word and moments.
-        noise: what rounding adds to the weights over the run, as a share of what the gradient's noise adds.
-        ms: milliseconds of an optimizer step of these parameters; None if it was not timed.
-    """
-
-    weights: str
-    states: Mapping[str, str]
-    bytes: float
-    noise: float
-    ms: float | None = None
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What was chosen for a group of like parameters, beside its neighbors.
-
-    Attributes:
-        parameters: names, or patterns with ``*`` for numbers.
-        tensors, elements: how many parameters, and how many numbers they have.
-        chosen: how they are kept.
-        narrower, wider: the next choice of fewer, and of more bytes; None if there is none.
-        reason: why, in a line.
-        lost: the share of updates that plain bf16 weights would lose, at the highest learning rate and at the
-            schedule's end; None if that was not measured.
-    """
-
-    parameters: tuple[str, ...]
-    tensors: int
-    elements: int
-    chosen: Kept
-    narrower: Kept | None
-    wider: Kept | None
-    reason: str
-    lost: tuple[float, float] | None = None
-
-
-@dataclass(frozen=True)
-class Computed:
-    """One plan of linear layers, with what it costs.
-
-    Attributes:
-        plan: the plan.
-        noise: of each multiply in eight bits, its error as a share of its result.
-        share: the largest of `noise`, over the share that the noise of the weights' gradient has in that gradient.
-        ms: milliseconds of the forward and the backward pass of these layers; None if they were not timed.
-    """
-
-    plan: LinearPlan
-    noise: Mapping[str, float]
-    share: float
-    ms: float | None = None
-
-
-@dataclass(frozen=True)
-class LayerChoice:
-    """The plan that was chosen for a group of like linear layers; see `Choice`."""
-
-    layers: tuple[str, ...]
-    count: int
-    chosen: Computed
-    narrower: Computed | None
-    wider: Computed | None
-    reason: str
+__all__ = ["Choice", "Computed", "FittedRecipe", "Kept", "LayerChoice", "load"]
 
 
 @dataclass(frozen=True)
 class FittedRecipe(Recipe):
     """A recipe with choices for groups of parameters and layers.
 
+    `weights` and `states` are those of the choice with the most numbers: parameters that are added to the optimizer
+    later have them.
+
     Attributes:
-        choices: of parameters; each parameter of the model is in one.
+        choices: of parameters; each parameter of the model is in one. Of several that name it, the first counts.
         layers: of linear layers; those that no choice names compute in the recipe's dtype.
         facts: what it was fitted for, as plain values: ``parameters``, ``lr``, ``steps``, ``schedule``,
             ``final_lr``, ``limit`` (such as ``"6.5 bytes a parameter"``), ``noise``, ``bytes``, ``tolerance``, ...
+
+    Raises:
+        ValueError: without choices, and for a storage that does not exist or does not go with dtype or optimizer.
     """
 
     choices: tuple[Choice, ...] = ()
     layers: tuple[LayerChoice, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if not self.choices:
+            raise ValueError("choices must be one or more, got none")
+        for number, choice in enumerate(self.choices):
+            for name in ("tensors", "elements"):
+                check(f"choices[{number}].{name}", getattr(choice, name), Size)
+            for name in ("chosen", "narrower", "wider"):
+                self._check(f"choices[{number}].{name}", getattr(choice, name))
+        most = max(self.choices, key=lambda choice: choice.elements).chosen
+        object.__setattr__(self, "weights", most.weights)
+        object.__setattr__(self, "states", _states(most))
+        super().__post_init__()
+
+    def _check(self, where: str, kept: Kept | None) -> None:
+        """Refuse a way to keep parameters that the recipe's dtype or optimizer does not have."""
+        if kept is None:
+            return
+        try:
+            dtypes = weight_storage(kept.weights).dtypes
+            slot_storages(self.optimizer.rule, {"states": kept.states})
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        if self.dtype not in dtypes:
+            raise ValueError(f"{where}: weights must be a storage for {self.dtype}, got {kept.weights!r}")
+
+    def ways(self) -> list[tuple[str, str | Mapping[str, str], float]]:
+        elements = sum(choice.elements for choice in self.choices)
+        return [
+            (choice.chosen.weights, _states(choice.chosen), choice.elements / elements) for choice in self.choices
+        ]
+
+    @property
+    def plans_layers(self) -> bool:
+        return bool(self.layers)
+
+    def swap_layers(self, model: nn.Module) -> None:
+        try:
+            swap_named(model, [(layer.layers, layer.chosen.plan) for layer in self.layers])
+        except ValueError as error:
+            raise ValueError(f"{error}; {self._fitted_for()}") from None
+
+    def _grouped(self, model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """A group for each choice, and for its parameters without decay one more."""
+        chosen: dict[int, int] = {}  # by parameter, the number of its choice
+        try:
+            for number, choice in enumerate(self.choices):
+                chosen = dict.fromkeys(named("choices", model, choice.parameters), number) | chosen
+        except ValueError as error:
+            raise ValueError(f"{error}; {self._fitted_for()}") from None
+        found = []
+        for number, choice in enumerate(self.choices):
+            kept = {"weights": choice.chosen.weights, "states": _states(choice.chosen), REASON: choice.reason}
+            for group in groups:
+                members = [(name, p) for name, p in group["params"] if chosen.get(id(p)) == number]
+                found += [{**group, **kept, "params": members}] if members else []
+        for group in groups:
+            for name, p in group["params"]:
+                if id(p) not in chosen:
+                    raise ValueError(
+                        f"model must have parameters that some choice of the recipe names, got {name!r}; "
+                        f"{self._fitted_for()}"
+                    )
+        return found
+
+    def _fitted_for(self) -> str:
+        """What the recipe was fitted for, to end a refusal with."""
+        model, count = self.facts.get("model", "a model"), self.facts.get("parameters")
+        of = model if count is None else f"{model} of {count} parameters"
+        return f"recipe {self.name!r} was fitted for {of}"
+
+    def bill(self) -> Bill:
+        """What each choice costs beside its neighbors, and all of them beside uniform recipes; prints as tables."""
+        return Bill(self, self.choices, self.layers, self.facts)
+
+    def text(self) -> str:
+        """The recipe as TOML, from which `load` makes the same one."""
+        return text_of(self, self.choices, self.layers, self.facts)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the recipe to a file, whole, in the place of one that is there.
+
+        Args:
+            path: of the file, which ends in ".toml": by that commands know a file from a name. Its folder is made.
+
+        Returns:
+            The path.
+
+        Raises:
+            ValueError: for another ending, an optimizer that is not of `narrowgauge.optim`, and for settings and
+                facts that are not plain values.
+        """
+        path = Path(path)
+        if path.suffix != ".toml":
+            raise ValueError(f"path must end in .toml, got {str(path)!r}")
+        written = self.text().encode()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(f".{path.name}.new")
+        aside.write_bytes(written)
+        aside.replace(path)
+        return path
+
+
+def load(path: str | os.PathLike[str]) -> FittedRecipe:
+    """A fitted recipe from the file that `FittedRecipe.save` wrote.
+
+    Raises:
+        ValueError: for a file that cannot be read, and for one with a missing, unknown or wrong key, by its name.
+    """
+    values = read(Path(path))
+    try:
+        return FittedRecipe(**values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _states(kept: Kept) -> str | dict[str, str]:
+    """The storages of moments, as one name where all have it, which a step compares in less time."""
+    names = set(kept.states.values())
+    # As one name "expansion" means another storage for some moments.
+    return names.pop() if len(names) == 1 and "expansion" not in names else dict(kept.states)

@@ -23,7 +23,6 @@ from torch import nn
 from narrowgauge.recipes._recipe import Recipe
 from narrowgauge.recipes._timeline import PARTS, rounded
 from narrowgauge.recipes._trace import Traced
-from narrowgauge.storage import weight_storage
 
 MOST = 1 << 20  # sequences of a batch, tokens of a sequence
 WORKSPACE = 2 * (32 << 20)  # bytes; cuBLAS's, of two threads
@@ -92,8 +91,7 @@ def bytes_each(
     recipe: Recipe, gpus: int, parallel: Parallel, offload: Offload
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Bytes a parameter that a recipe keeps, by what they are: on each GPU, with DDP's buckets, and on the host."""
-    low = float(weight_storage(recipe.weights).bytes_added(recipe.dtype))
-    all_of = recipe.byte_breakdown()
+    low, all_of = recipe.low_bytes, recipe.byte_breakdown()
     device = {
         "weights": all_of["weights"], "buffers": 0.0, "states": all_of["states"] - low, "low words": low,
         "gradients": all_of["gradients"],

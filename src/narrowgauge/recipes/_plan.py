@@ -21,9 +21,10 @@ from torch import nn
 from narrowgauge._arguments import check_choice, check_instance, is_integer
 from narrowgauge.linear import LinearPlan
 from narrowgauge.linear._plan import named_plan
+from narrowgauge.recipes._book import get
 from narrowgauge.recipes._losses import Example, Loss, Step, step_of
 from narrowgauge.recipes._parallel import MOST, OFFLOADS, PARALLEL, Offload, Parallel, Planner, bytes_each
-from narrowgauge.recipes._recipe import Recipe, get
+from narrowgauge.recipes._recipe import Recipe
 from narrowgauge.recipes._trace import Traced, from_config, without_memory
 
 _SEQUENCE = 1024  # tokens of an example by default
@@ -185,7 +186,7 @@ def plan_memory(
             of a language model, a CLIP or a ViT, or a number of parameters. Or a text, as the command takes it: a
             preset of `narrowgauge train`, ``"timm:NAME"``, ``"7B"``, a folder with a config.json. A language preset
             has positions for `sequence` tokens.
-        recipe: a recipe or its name; or a list of them, for a list of plans.
+        recipe: a recipe, its name, or the path of a fitted recipe's file; or a list of them, for a list of plans.
         batch: sequences, pairs of image and caption, or images a step on each GPU; with accumulation, of one
             micro-batch.
         sequence: tokens a sequence or a caption; as many as there are positions, 1024 at most, if None.
@@ -252,6 +253,9 @@ def _plan_one(
     check_choice("parallel", parallel, PARALLEL)
     check_choice("offload", offload, OFFLOADS)
     _refuse_offload(offload, gpus, parallel, accumulate)
+    if linear is not None and recipe.plans_layers:
+        refused = f"linear must be None with recipe {recipe.name!r}, which has plans of layers"
+        raise ValueError(f"{refused}, got {linear.title}")
     memory = None if device_memory is None else parse_bytes("device_memory", device_memory)
     device, host = bytes_each(recipe, gpus, parallel, offload)
     common: dict[str, Any] = {

@@ -2,17 +2,13 @@
 
 A recipe says in which format the model's weights and gradients are, which optimizer trains it (most often
 AdamW) and how that keeps weights and states. Applying one takes two lines: get it, apply it to the model.
-
-The letters A to D are the options of Collage's Table 2; `D-MW` keeps fp32 states but no master weights.
 """
 
 from __future__ import annotations
 
-import contextlib
-import difflib
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar, overload
@@ -20,8 +16,8 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
-from narrowgauge._arguments import FloatDtype, check, check_instance
-from narrowgauge.optim import AdamW, Lion, NarrowOptimizer, StableAdamW
+from narrowgauge._arguments import FloatDtype, check
+from narrowgauge.optim import AdamW, NarrowOptimizer
 from narrowgauge.optim._groups import parted
 from narrowgauge.optim._plan import slot_storages
 from narrowgauge.recipes._cast import cast, compute_in_fp32, kept_layers
@@ -83,8 +79,34 @@ class Recipe:
     @property
     def has_strict_arithmetic(self) -> bool:
         """Whether `arithmetic="strict"` is possible: everything stored is words of a float format."""
-        storages = slot_storages(self.optimizer.rule, {"states": self.states}).values()
-        return weight_storage(self.weights).rounded and all(storage.rounded for storage in storages)
+        return all(
+            weight_storage(weights).rounded
+            and all(one.rounded for one in slot_storages(self.optimizer.rule, {"states": states}).values())
+            for weights, states, _ in self.ways()
+        )
+
+    def ways(self) -> list[tuple[str, str | Mapping[str, str], float]]:
+        """How parameters are kept: weight storage, storages of the moments, and the share of all numbers."""
+        return [(self.weights, self.states, 1.0)]
+
+    @property
+    def plans_layers(self) -> bool:
+        """Whether the recipe has plans of linear layers; then no other plan goes with it."""
+        return False
+
+    def swap_layers(self, model: nn.Module) -> None:
+        """Let linear layers compute by the recipe's plans, in place; most recipes have none.
+
+        `apply` does that too. A model that is sharded by ``fully_shard`` must be swapped before it is sharded.
+
+        Raises:
+            ValueError: for a layer that the model does not have, or that cannot have a plan; see `swap_linears`.
+        """
+
+    @property
+    def low_bytes(self) -> float:
+        """Bytes a parameter of low words and master copies."""
+        return sum(share * weight_storage(weights).bytes_added(self.dtype) for weights, _, share in self.ways())
 
     def byte_breakdown(self, block_size: int = 256) -> dict[str, float]:
         """Bytes a parameter by what they hold: weights, gradients, and optimizer states with low words.
@@ -93,13 +115,14 @@ class Recipe:
 
         Source: Collage, Table 2.
         """
-        added = weight_storage(self.weights).bytes_added(self.dtype)
-        moments = slot_storages(self.optimizer.rule, {"states": self.states}).values()
-        matrix = block_size, block_size
+        moments, matrix = 0.0, (block_size, block_size)
+        for _, states, share in self.ways():
+            storages = slot_storages(self.optimizer.rule, {"states": states}).values()
+            moments += share * sum(storage.nbytes(matrix, block_size) for storage in storages) / block_size**2
         return {
             "weights": float(self.dtype.itemsize),
             "gradients": float(self.dtype.itemsize),
-            "states": added + sum(storage.nbytes(matrix, block_size) for storage in moments) / block_size**2,
+            "states": self.low_bytes + moments,
         }
 
     def bytes_per_parameter(self, block_size: int = 256) -> float:
@@ -167,32 +190,55 @@ class Recipe:
                 the recipe.
 
         Raises:
-            ValueError: for what the recipe sets, a name in `no_decay` or `keep_fp32` that no parameter has, a
-                `keep_fp32` of part of a layer or of an embedding, and whatever the optimizer refuses.
+            ValueError: for what the recipe sets, a model that a fitted recipe does not fit, a name in `no_decay` or
+                `keep_fp32` that no parameter has, a `keep_fp32` of part of a layer or of an embedding, and whatever
+                the optimizer refuses.
         """
-        given = optimizer_arguments if lr is None else {"lr": lr, **optimizer_arguments}
+        options = self._options(lr, optimizer_arguments)
+        groups = self._grouped(model, decay_groups(model, decay_all, no_decay))
+        kept = kept_layers(model, keep_fp32)
+        if around is None:  # refuse wrong options before the model is changed
+            self.check_arguments(lr, **optimizer_arguments)
+        self.swap_layers(model)
+        cast(model, self.dtype, [p for own in kept.values() for p in own])
+        if self.dtype.itemsize < torch.float32.itemsize:
+            compute_in_fp32(kept)
+        return self._make(around, self._stored(groups), self.weights, self.states, options)
+
+    def check_arguments(self, lr: float | None = None, **optimizer_arguments: Any) -> None:
+        """Refuse what `apply` would refuse of the optimizer's arguments, without a model."""
+        options = self._options(lr, optimizer_arguments)
+        for weights, states, _ in self.ways():
+            probe = nn.Parameter(torch.zeros(1, 1, dtype=self.dtype))
+            self._make(None, [probe], weights, states, options)
+
+    def _options(self, lr: float | None, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The optimizer's arguments: those that are given and the recipe's, which must not meet."""
+        given = given if lr is None else {"lr": lr, **given}
         for name in ("weights", "states", *self.settings):
             if name in given:
                 raise ValueError(f"{name} must be left out: recipe {self.name!r} sets it, got {given[name]!r}")
-        groups, kept = decay_groups(model, decay_all, no_decay), kept_layers(model, keep_fp32)
-        options = {**self.settings, **given}
+        return {**self.settings, **given}
+
+    def _make(
+        self, around: Callable[..., Any] | None, params: list[Any], weights: str,
+        states: str | Mapping[str, str], options: Mapping[str, Any],
+    ) -> Any:  # fmt: skip
         # The named classes take more than their base.
         make: Callable[..., Any] = self.optimizer if around is None else partial(around, self.optimizer)
         with warnings.catch_warnings():  # who takes a recipe with plain weights has chosen them by name
             warnings.filterwarnings("ignore", "weights='plain'", UserWarning)
-            if around is None:  # refuse wrong options before the model is changed
-                probe = nn.Parameter(torch.zeros(1, 1, dtype=self.dtype))
-                make([probe], weights=self.weights, states=self.states, **options)
-            cast(model, self.dtype, [p for own in kept.values() for p in own])
-            if self.dtype.itemsize < torch.float32.itemsize:
-                compute_in_fp32(kept)
-            return make(self._stored(groups), weights=self.weights, states=self.states, **options)
+            return make(params, weights=weights, states=states, **options)
+
+    def _grouped(self, model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The groups by decay, divided by how their parameters are kept where the recipe has several ways."""
+        return groups
 
     def _stored(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The groups, with fp32 parameters apart and plain where the recipe's weight storage does not take them."""
-        wide = torch.float32 not in weight_storage(self.weights).dtypes
+        """The groups, with fp32 parameters apart and plain where their weight storage does not take them."""
         found = []
         for group in groups:
+            wide = torch.float32 not in weight_storage(group.get("weights", self.weights)).dtypes
             parts: dict[bool, list[Any]] = {False: [], True: []}
             for name, p in group["params"]:
                 parts[wide and p.dtype == torch.float32].append((name, p))
@@ -210,110 +256,8 @@ def decay_groups(model: nn.Module, decay_all: bool, no_decay: str | Iterable[str
     return parted(model, {}, no_decay=no_decay)
 
 
-_BF16 = torch.bfloat16
-_MIXED = {"m": "log4", "v": "log8"}
-_RECIPES = (
-    Recipe("fp32", "everything in fp32", torch.float32),
-    Recipe("bf16", "bf16 weights and states, nothing else", _BF16, "plain", "bf16", "A"),
-    Recipe("collage-light", "bf16, weights as expansions of two words", _BF16, "expansion", "bf16", "B"),
-    Recipe("collage-plus", "bf16, weights and second moment as expansions", _BF16, "expansion", "expansion", "C"),
-    Recipe("master", "bf16 with fp32 master weights and fp32 states", _BF16, "master", "fp32", "D"),
-    Recipe("fp32-states", "bf16 weights, fp32 states, no master weights", _BF16, "plain", "fp32", "D-MW"),
-    Recipe("kahan", "bf16 with Kahan-summed weights, bf16 states", _BF16, "kahan", "bf16"),
-    Recipe("stochastic", "bf16, weights rounded stochastically, bf16 states", _BF16, "stochastic", "bf16"),
-    Recipe("split", "bf16 + int16 words (exact fp32 weights), fp32 states", _BF16, "split", "fp32"),
-    Recipe("split8", "bf16 + int8 words (24-bit weights), fp32 states", _BF16, "split8", "fp32"),
-    Recipe("adamw8bit", "fp32 weights, 8-bit states", torch.float32, "plain", "log8"),
-    Recipe("adamw8bit-expansion", "bf16 weights as expansions, 8-bit states", _BF16, "expansion", "log8"),
-    Recipe("adamw8bit-split", "bf16 + int16 words (exact fp32 weights), 8-bit states", _BF16, "split", "log8"),
-    Recipe("adamw8bit-split8", "bf16 + int8 words (24-bit weights), 8-bit states", _BF16, "split8", "log8"),
-    Recipe("adamw6bit-split8", "bf16 + int8 words, m in 4 bits, v in 8", _BF16, "split8", _MIXED),
-    Recipe("adamw4bit-split8", "bf16 + int8 words, 4-bit states", _BF16, "split8", "log4"),
-    Recipe("adamw8bit-dynamic", "fp32 weights, the paper's 8-bit states", torch.float32, "plain", "8bit"),
-    Recipe("adamw8bit-dynamic-split8", "bf16 + int8 words, the paper's 8-bit states", _BF16, "split8", "8bit"),
-    Recipe("stable-adamw", "everything in fp32, update clipping", torch.float32, optimizer=StableAdamW),
-    Recipe("lion8bit", "fp32 weights, Lion with 8-bit states", torch.float32, "plain", "8bit", optimizer=Lion),
-)  # fmt: skip
-
-
-# Those of `register`, by name.
-_REGISTERED: dict[str, Recipe] = {}
-
-
-def _all() -> Iterator[Recipe]:
-    yield from _RECIPES
-    yield from _REGISTERED.values()
-
-
-def names() -> tuple[str, ...]:
-    """The names of all recipes, those of `register` last."""
-    return tuple(recipe.name for recipe in _all())
-
-
-def get(name: str) -> Recipe:
-    """A recipe by its name or the paper's letters.
-
-    Raises:
-        ValueError: for an unknown name; the message lists those that exist, and the nearest.
-    """
-    for recipe in _all():
-        if name in (recipe.name, recipe.letters):
-            return recipe
-    known = ", ".join(f"{r.name} ({r.letters})" if r.letters else r.name for r in _all())
-    near = difflib.get_close_matches(str(name), names(), 1)
-    hint = f"; the nearest is {near[0]!r}" if near else ""
-    raise ValueError(f"recipe must be one of {known}, got {name!r}{hint}")
-
-
-def register(recipe: Recipe) -> None:
-    """Make a recipe known by its name in this process, to `get` and to whatever takes names of recipes.
-
-    Raises:
-        ValueError: for a name that another recipe has, or that `parse` could not read.
-    """
-    check_instance("recipe", recipe, Recipe)
-    if not recipe.name or set(recipe.name) & set("@,= "):
-        raise ValueError(f"name of a recipe must be a word without '@', ',' and '=', got {recipe.name!r}")
-    taken = {word: known for known in _all() for word in (known.name, known.letters) if word}
-    for word in (recipe.name, recipe.letters):
-        if word in taken and taken[word] != recipe:
-            raise ValueError(f"name of a recipe must be new, got {word!r}, which another recipe has")
-    if recipe.name not in taken:
-        _REGISTERED[recipe.name] = recipe
-
-
-def parse(text: str) -> Recipe:
-    """A recipe by its name, with settings after an ``@``: ``lion8bit@lr=3e-5,weight_decay=0``.
-
-    Values are numbers, ``true`` and ``false``, words, and tuples of numbers with slashes: ``betas=0.9/0.99``.
-
-    Raises:
-        ValueError: for an unknown name, and settings that cannot be read or that the optimizer does not have.
-    """
-    name, at, rest = text.partition("@")
-    recipe = get(name.strip())
-    settings = {}
-    for part in rest.split(",") if at else ():
-        key, _, value = (word.strip() for word in part.partition("="))
-        if not key or not value:
-            raise ValueError(f"a recipe with settings must be NAME@KEY=VALUE,KEY=VALUE, got {text!r}")
-        settings[key] = _read(value)
-    return recipe.with_settings(**settings)
-
-
-def _read(text: str) -> Any:
-    """A value of a setting."""
-    if text in ("true", "false"):
-        return text == "true"
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return kind(text)
-    parts = [_read(part) for part in text.split("/")]
-    return tuple(parts) if len(parts) > 1 and not any(isinstance(part, str) for part in parts) else text
-
-
 def _written(value: Any) -> str:
-    """A value as `_read` reads it."""
+    """A value as `parse` reads it."""
     if isinstance(value, tuple | list):
         return "/".join(map(_written, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

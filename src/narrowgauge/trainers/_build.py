@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowgauge import recipes
 from narrowgauge.distributed import CPUOffload
 from narrowgauge.linear import swap_linears
 from narrowgauge.linear._swap import output_heads
@@ -90,7 +89,7 @@ def build_parts(
     Raises:
         SettingsError, ValueError: for options that do not go together, by name.
     """
-    recipe = recipes.get(settings.recipe)
+    recipe = settings.chosen
     if settings.autocast != "none" and recipe.dtype != torch.float32:
         raise SettingsError(
             f"--autocast must be none with --recipe {recipe.name}, whose weights are {recipe.dtype} already, got "
@@ -109,6 +108,7 @@ def build_parts(
         f"{settings.model}: {count:,} parameters, {recipe.bytes_per_parameter():.2f} bytes each by {recipe.name}: "
         f"{recipe.title}"
     ]
+    recipe.swap_layers(model)  # before sharding, which changes their class
     if settings.plan is not None:
         report = swap_linears(model, settings.plan, keep=output_heads(model))
         if not report.swapped:

@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from narrowgauge._batches import examples, moved
+from narrowgauge._schedule import schedule
 from narrowgauge.optim import NarrowOptimizer, UpdateStats
 from narrowgauge.recipes import Recipe
 
-from ._loop import fast_products, now, schedule, training_loop
+from ._loop import fast_products, now, training_loop
 from ._memory import peak_memory
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -40,8 +41,9 @@ class Settings:
 
     Attributes:
         steps: optimizer steps.
-        lr, warmup: learning rate, None for the default of each optimizer, and the steps of its linear rise;
-            constant afterwards. A recipe's own learning rate goes before it.
+        lr, warmup: learning rate, None for the default of each optimizer, and the steps of its linear rise. A
+            recipe's own learning rate goes before it.
+        schedule, final_lr: what the rate does afterwards (see `schedule`), and its last value as a share.
         arithmetic: ``"fp32"`` or ``"strict"``; storages without a strict arithmetic compute in fp32.
         decay_all: whether norms and biases decay too.
         gauge_every: steps between measurements of the update; 0 for none.
@@ -51,6 +53,8 @@ class Settings:
     steps: int
     lr: float | None = None
     warmup: int = 10
+    schedule: str = "constant"
+    final_lr: float = 0.1
     arithmetic: str = "fp32"
     decay_all: bool = False
     gauge_every: int = 5
@@ -106,12 +110,17 @@ class Timing:
 
 def make_optimizer(recipe: Recipe, model: nn.Module, settings: Settings, seed: int) -> NarrowOptimizer:
     """Apply a recipe to a model under a comparison's settings; its own go before them."""
-    shared = recipe.known({**settings.options, "seed": seed})
-    shared["arithmetic"] = settings.arithmetic_of(recipe)
-    options = {name: value for name, value in shared.items() if name not in recipe.settings}
-    lr = None if "lr" in recipe.settings else settings.lr
-    made: NarrowOptimizer = recipe.apply(model, lr, decay_all=settings.decay_all, **options)
+    made: NarrowOptimizer = recipe.apply(model, decay_all=settings.decay_all, **arguments(recipe, settings, seed))
     return made
+
+
+def arguments(recipe: Recipe, settings: Settings, seed: int) -> dict[str, Any]:
+    """The optimizer's arguments under a comparison's settings, without those that the recipe sets."""
+    shared = recipe.known({**settings.options, "seed": seed})
+    shared |= {"arithmetic": settings.arithmetic_of(recipe), "lr": settings.lr}
+    if settings.lr is None:
+        del shared["lr"]
+    return {name: value for name, value in shared.items() if name not in recipe.settings}
 
 
 class _Training:
@@ -140,8 +149,8 @@ class _Training:
         )
 
     def _rate(self, number: int) -> float:
-        steps, warmup = self._settings.steps, self._settings.warmup
-        return self.lr * schedule("constant", number, steps=steps, warmup=warmup, final=1.0)
+        s = self._settings
+        return self.lr * schedule(s.schedule, number, steps=s.steps, warmup=s.warmup, final=s.final_lr)
 
     def _gradients(self) -> Tensor:
         self.times[0] = now(self._device)
@@ -256,26 +265,6 @@ def mean_loss(parts: Iterable[tuple[Tensor, int]]) -> float:
     """Mean over all examples, of parts that come as their mean and their number of examples; summed in float64."""
     pairs = [(loss.double() * count, count) for loss, count in parts]
     return float(torch.stack([loss for loss, _ in pairs]).sum()) / sum(count for _, count in pairs)
-
-
-def moved(batch: Any, device: torch.device) -> Any:
-    """A batch on a device: one that moves itself, or tensors in lists, tuples and dictionaries."""
-    if hasattr(batch, "to"):
-        return batch.to(device)
-    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
-
-
-def tensors(batch: Any) -> list[Tensor]:
-    """The tensors of a batch, in order."""
-    # What moves itself is a tensor, or holds its tensors in `data`, as what transformers' tokenizers return.
-    found = getattr(batch, "data", batch) if hasattr(batch, "to") else batch
-    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
-
-
-def examples(batch: Any) -> int:
-    """How many examples a batch has: the length of its first tensor."""
-    sizes = [len(tensor) for tensor in tensors(batch) if tensor.dim()]
-    return sizes[0] if sizes else 1
 
 
 def _measured_bytes(model: nn.Module, optimizer: NarrowOptimizer) -> dict[str, float]:

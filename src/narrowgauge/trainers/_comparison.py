@@ -22,9 +22,11 @@ from torch import Tensor, nn
 
 from narrowgauge import recipes as recipe_book
 from narrowgauge._arguments import Count, Flag, Size, check, check_choice, check_instance
+from narrowgauge._batches import tensors
+from narrowgauge._schedule import SCHEDULES
 from narrowgauge.recipes import Recipe
 
-from ._compare import Loss, Run, Settings, Timing, make_optimizer, tensors, time_steps, train
+from ._compare import Loss, Run, Settings, Timing, arguments, time_steps, train
 from ._compare_results import Json, assemble, plain
 from ._compare_table import legend, tables
 from ._environment import describe_environment
@@ -106,6 +108,8 @@ def compare(
     lr: float | None = None,
     seeds: int | Sequence[int] = 1,
     warmup: int = 10,
+    schedule: str = "constant",
+    final_lr: float = 0.1,
     validation: Iterable[Any] | None = None,
     perplexity: bool = False,
     arithmetic: str = "fp32",
@@ -127,10 +131,11 @@ def compare(
             they end. Its random state depends only on the seed and the epoch. Tensors, also in lists, tuples and
             dictionaries, are moved to the device of the model.
         steps: optimizer steps of each run.
-        lr: learning rate of every recipe that does not set its own; None for the default of each optimizer. It
-            rises linearly over `warmup` steps and is constant then.
+        lr: learning rate of every recipe that does not set its own; None for the default of each optimizer.
         seeds: how many runs each recipe has, with the seeds 0, 1, ...; or the seeds.
         warmup: steps over which learning rates rise.
+        schedule, final_lr: what rates do then: ``"constant"``, ``"linear"`` or ``"cosine"``; the last two end at
+            this share of the rate.
         validation: batches to evaluate on after each run, which can be read more than once: a list, or a
             ``DataLoader``. Without them recipes are compared by their mean training loss of the last tenth.
         perplexity: whether the table shows e to the power of the loss; for losses in nats a token.
@@ -150,10 +155,13 @@ def compare(
             `make_model` or `batches` give different weights or batches for the same seed.
     """
     chosen = named_recipes(recipes)
+    check_choice("schedule", schedule, SCHEDULES)
     settings = Settings(
         steps=check("steps", steps, Size),
         lr=lr,
         warmup=check("warmup", warmup, Count),
+        schedule=schedule,
+        final_lr=final_lr,
         arithmetic=arithmetic,
         decay_all=check("decay_all", decay_all, Flag),
         gauge_every=check("gauge_every", gauge_every, Count),
@@ -171,6 +179,7 @@ def compare(
         "command": None,
         "settings": {
             "recipes": list(chosen), "steps": steps, "seeds": len(seeds), "lr": lr, "warmup": warmup,
+            "schedule": schedule, **({} if schedule == "constant" else {"final_lr": final_lr}),
             "arithmetic": arithmetic, "decay_all": decay_all, "gauge_every": gauge_every,
             **{name: plain(value) for name, value in optimizer_arguments.items()},
         },
@@ -221,7 +230,7 @@ def check_settings(recipes: Mapping[str, Recipe], settings: Settings) -> None:
             kinds = sorted({recipe.optimizer.__name__ for recipe in recipes.values()})
             raise ValueError(f"{name} must be an argument of compare or of {' or '.join(kinds)}, and is of none")
     for recipe in recipes.values():
-        make_optimizer(recipe, nn.ParameterList([torch.zeros(1, 1)]), settings, 0)
+        recipe.check_arguments(**arguments(recipe, settings, 0))
 
 
 def reference(recipes: Mapping[str, Recipe]) -> str:

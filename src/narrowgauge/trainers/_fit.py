@@ -11,20 +11,21 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from narrowgauge import gauges, recipes
+from narrowgauge._schedule import schedule
 from narrowgauge.recipes import cast
 
 from ._build import Parts, build_parts, plain_model
 from ._data import Opened, open_task
 from ._export import export_model
 from ._flops import peak_flops
-from ._loop import Clock, determinism, fast_products, schedule, training_loop
+from ._loop import Clock, determinism, fast_products, training_loop
 from ._parallel import ProcessGroup, full_state
 from ._run_folder import GAUGES, Checkpointer, History, begin, find_checkpoint, make_folder
 from ._settings import SettingsError, TrainSettings, refuse_unlike
@@ -118,7 +119,12 @@ def fit(
     if settings.patch_dropout:
         # The places of the patches; a checkpoint brings its own random states.
         torch.manual_seed(settings.seed + group.rank)
-    checkpointer = Checkpointer(settings, parts, opened.task, opened.fingerprint)
+    adapt = None
+    if settings.adapt:
+        adapt = recipes.Adapt(
+            parts.model, parts.optimizer, tolerance=settings.adapt_tolerance, every=settings.gauges_every
+        )
+    checkpointer = Checkpointer(settings, parts, opened.task, opened.fingerprint, adapt)
     step = 0
     if checkpoint is not None:
         step = checkpointer.load(checkpoint)
@@ -145,7 +151,7 @@ def _gathered(settings: TrainSettings, opened: Opened, sharded: Any, group: Proc
     if not group.first:
         return None
     model = plain_model(settings, opened.outputs, opened.end)
-    cast(model, recipes.get(settings.recipe).dtype)
+    cast(model, settings.chosen.dtype)
     model.load_state_dict(state)
     return model
 
@@ -162,6 +168,9 @@ class Training:
         self._losses: list[Tensor] = []  # since the last log
         self._finite = True  # whether the last loss in the log is
         self._watch: gauges.Watch | None = None
+        self._history = History(None, 0)
+        if checkpointer.adapt is not None:
+            checkpointer.adapt.say = self._adapted
         self._device = next(parts.model.parameters()).device
         self._flops = task.flops_per_unit(parts.model)
         peak = peak_flops(self._device)
@@ -173,7 +182,7 @@ class Training:
     def run(self, after: int, stop: Callable[[], bool]) -> Outcome:
         """Take the steps after `after`."""
         settings, clock = self.settings, Clock(self._device)
-        history = History(settings.out if self.group.first else None, after)
+        history = self._history = History(settings.out if self.group.first else None, after)
         self.progress.begin(after, settings.steps)
         validated: float | None = None
         steps = training_loop(
@@ -239,6 +248,13 @@ class Training:
             gradients=settings.offload != "gradients",
             resume_from=after or None,
         )  # fmt: skip
+
+    def _adapted(self, change: recipes.Change) -> None:
+        """Tell of a storage that was widened: in the display, the history and the gauges."""
+        self.progress.say(str(change))
+        self._history.add(step=change.step, adapted=str(change).partition(": ")[2])
+        if self._watch is not None:
+            self._watch.record({"kind": "adapted", "of": change.what, **asdict(change)})
 
     def _log(self, number: int, history: History, clock: Clock) -> bool:
         """Write the losses since the last log; returns whether any was finite."""

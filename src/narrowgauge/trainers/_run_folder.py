@@ -2,6 +2,7 @@
 
     DIR/
       config.toml, history.jsonl, gauges.jsonl
+      recipe.toml                           of a fitted recipe
       checkpoints/                          see `narrowgauge.distributed.save_checkpoint`
       config.json, model.safetensors, ...   at the end: the model as transformers has it
 
@@ -14,6 +15,7 @@ The history has a line of JSON each for loss and learning rate by step, speed, a
     {"step": 20, "loss": 7.4375, "lr": 6e-05}
     {"step": 20, "tokens_per_second": 51200.0, "mfu": 0.41}
     {"step": 100, "validation_loss": 5.81, "perplexity": 333.6, "bits_per_byte": 2.41}
+    {"step": 120, "adapted": "h.3.attn.c_attn.weight: weights plain -> split8: 31 % of its update was lost ..."}
 
 A resumed run removes the records after its checkpoint and takes those steps again.
 """
@@ -25,19 +27,22 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from narrowgauge import recipes
 from narrowgauge.distributed import latest_checkpoint, load_checkpoint, save_checkpoint
+from narrowgauge.recipes import Adapt, FittedRecipe
 
 from ._build import Parts
-from ._settings import SettingsError, TrainSettings, config_text, config_values, refuse_others
+from ._settings import SettingsError, TrainSettings, config_text, config_values, content_of, refuse_others
 from ._task import Task
 
 GAUGES = "gauges.jsonl"
 HISTORY = "history.jsonl"
 CONFIG = "config.toml"
+RECIPE = "recipe.toml"
 CHECKPOINTS = "checkpoints"
 
 
@@ -77,10 +82,15 @@ def make_folder(out: Path) -> None:
 
 
 def begin(settings: TrainSettings, after: int) -> None:
-    """Write a run's settings into its folder, and remove the records of an attempt without a checkpoint."""
+    """Write a run's settings into its folder, and remove the records of an attempt without a checkpoint.
+
+    A fitted recipe is copied, and the settings name the copy.
+    """
     if after == 0:
         for name in (GAUGES, HISTORY):
             (settings.out / name).unlink(missing_ok=True)
+    if isinstance(settings.chosen, FittedRecipe):
+        settings = replace(settings, recipe=str(settings.chosen.save(settings.out / RECIPE)))
     aside = settings.out / f".{CONFIG}.new"
     aside.write_text(config_text(settings), encoding="utf-8")
     aside.replace(settings.out / CONFIG)
@@ -88,12 +98,13 @@ def begin(settings: TrainSettings, after: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Checkpointer:
-    """Saves and loads a run; `fingerprint` is that of its data."""
+    """Saves and loads a run; `fingerprint` is that of its data, `adapt` what widens storages, or None."""
 
     settings: TrainSettings
     parts: Parts
     task: Task
     fingerprint: str
+    adapt: Adapt | None = None
 
     def save(self, step: int) -> Path:
         """Write a checkpoint after a step."""
@@ -105,9 +116,11 @@ class Checkpointer:
             keep_last=self.settings.keep,
             extra={
                 "settings": self.settings.plain(),
+                "recipe": self.settings.content,
                 "data": self.fingerprint,
                 "task": self.task.state_dict(),
                 "scaler": self.parts.scaler.state_dict() if self.parts.scaler else None,
+                "adapt": self.adapt.state_dict() if self.adapt else None,
             },
             random_states=True,
         )
@@ -122,12 +135,16 @@ class Checkpointer:
         written = path.parent.parent / CONFIG
         if path.parent.name == CHECKPOINTS and written.is_file():
             # Names the flag, where loading would name a tensor of another shape.
-            refuse_others(self.settings, config_values(written), path)
+            values, copy = config_values(written), written.with_name(RECIPE)
+            if not str(values.get("recipe")).endswith(copy.suffix):
+                refuse_others(self.settings, values, path)
+            elif copy.is_file():
+                refuse_others(self.settings, values, path, content_of(recipes.load(copy)))
         found = load_checkpoint(path, model=self.parts.model, optimizer=self.parts.optimizer, random_states="own")
         extra = found.extra
         if not isinstance(extra, Mapping) or not {"settings", "data", "task", "scaler"} <= extra.keys():
             raise SettingsError(f"--resume must be a checkpoint of narrowgauge train, got {path}")
-        refuse_others(self.settings, extra["settings"], path)
+        refuse_others(self.settings, extra["settings"], path, extra.get("recipe", ""))
         if extra["data"] != self.fingerprint:
             raise SettingsError(
                 f"--data must have the content that {path} was saved with, got {self.settings.data}"
@@ -137,7 +154,20 @@ class Checkpointer:
         self.task.load_state_dict(extra["task"])
         if self.parts.scaler is not None:
             self.parts.scaler.load_state_dict(extra["scaler"])
+        self._load_adapt(extra.get("adapt"), found.step, path)
         return found.step
+
+    def _load_adapt(self, state: Mapping[str, Any] | None, step: int, path: Path) -> None:
+        if self.adapt is None:
+            if state and state["changes"]:
+                raise SettingsError(
+                    f"--adapt must be given to go on from {path}, whose run has widened {len(state['changes'])} of "
+                    "its storages or layers"
+                )
+        elif state:
+            self.adapt.load_state_dict(state)
+        else:  # a run that adapts from here on
+            self.adapt.step = step
 
 
 # --- the history

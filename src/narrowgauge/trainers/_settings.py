@@ -11,6 +11,8 @@ which is TOML, as in the `config.toml` of a run's folder::
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import math
 import tomllib
@@ -20,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge import recipes
+from narrowgauge._schedule import SCHEDULES
 from narrowgauge.linear import LinearPlan, named_plan
+from narrowgauge.recipes import FittedRecipe, Recipe
 
 from ._export import ADDITIONS, NEEDS_LOADER
 from ._images import COLUMNS
-from ._loop import SCHEDULES
 from ._models import preset
 
 _ALL = ("causal", "masked", "contrastive", "classes")
@@ -69,7 +72,7 @@ class TrainSettings:
     data: Path | None = _option(None, "Text: a file, a folder, prepared tokens. Images: a CSV, tar files, classes.")
     out: Path = _option(Path("runs/train"), "The run's folder, and at the end the model's.")
     model: str = _option("mini", "Model preset.")
-    recipe: str = _option("adamw8bit-split8", "Recipe of the optimizer, or A, B, C, D, D-MW.")
+    recipe: str = _option("adamw8bit-split8", "Recipe: a name, or A, B, C, D, D-MW, or the file of a fitted one.")
     steps: int = _count(1000, "Optimizer steps.", 1)
     batch: int = _count(16, "Windows, or images, a step.", 1)
     accumulate: int = _count(1, "Parts that a step's windows, or images, are divided into, one after the other.", 1)
@@ -150,6 +153,11 @@ class TrainSettings:
     validation_windows: int = _count(64, "Windows of held-out text, or images, to validate on.", 1)
     log_every: int = _count(10, "Steps between logs of the loss, which wait for the device.", 1)
     gauges_every: int = _count(10, "Steps between measurements of the gauges; 0 for none.", 0)
+    adapt: bool = _option(False, "Widen what loses too much, where the gauges measure it, while training.")
+    adapt_tolerance: float = _option(
+        0.1, "Share of an update, or of a product, that --adapt lets rounding take.",
+        "a number above 0", lambda value: 0 < value < math.inf,
+    )  # fmt: skip
     save_every: int = _count(500, "Steps between checkpoints; 0 for one at the end.", 0)
     keep: int = _count(2, "Checkpoints that are kept.", 1)
     resume: str = _option("auto", "auto: where the folder's newest checkpoint ends; no; or a checkpoint.")
@@ -162,7 +170,13 @@ class TrainSettings:
                 raise SettingsError(f"{flag(f.name)} must be {f.metadata['must be']}, got {value!r}")
         if self.batch % self.accumulate:
             raise SettingsError(f"--accumulate must be a divisor of --batch {self.batch}, got {self.accumulate}")
-        recipe = recipes.get(self.recipe)
+        recipe = self.chosen
+        for name in recipe.settings.keys() & {"lr", "decay_all", *self.hyperparameters}:
+            raise SettingsError(f"--recipe must not set {name}, which has a flag, got {self.recipe!r}, which does")
+        if recipe.plans_layers and self.linear != "none":
+            raise SettingsError(
+                f"--linear must be none with --recipe {self.recipe}, which has plans of layers, got {self.linear!r}"
+            )
         taken = recipe.known({"beta2_schedule": 0, "eps": 0})
         for name in ("beta2_schedule", "eps"):
             if getattr(self, name) is not None and name not in taken:
@@ -180,8 +194,26 @@ class TrainSettings:
                 f"--offload must be none or states with --accumulate {self.accumulate}, got 'gradients': nothing "
                 "can be added to a gradient that has left the GPU"
             )
+        if self.adapt:
+            self._check_adapt()
         self._check_model_options(preset(self.model).objective)
         _ = self.plan
+
+    def _check_adapt(self) -> None:
+        if not self.gauges_every:
+            raise SettingsError(
+                "--gauges-every must be at least 1 with --adapt, which acts on what they measure, got 0"
+            )
+        if self.offload != "none":
+            raise SettingsError(
+                f"--offload must be none with --adapt, got {self.offload!r}: states on the CPU are not converted"
+            )
+        hidden = "--compile" if self.compile else "--parallel fsdp" if self.parallel == "fsdp" else None
+        if self.linear != "none" and hidden:
+            raise SettingsError(
+                f"--linear must be none with --adapt and {hidden}, which hides layers from measurements, got "
+                f"{self.linear!r}"
+            )
 
     def _check_model_options(self, objective: str) -> None:
         for f in fields(self):
@@ -191,6 +223,11 @@ class TrainSettings:
                 raise SettingsError(f"{flag(f.name)} must be left out with --model {self.model}, got {got!r}")
         if objective == "contrastive" and self.batch < 2:
             raise SettingsError(f"--batch must be at least 2 with --model {self.model}, got {self.batch}")
+
+    @functools.cached_property
+    def chosen(self) -> Recipe:
+        """The recipe. That of a file is read once: the file may change while a run goes on."""
+        return recipes.get(self.recipe)
 
     @property
     def plan(self) -> LinearPlan | None:
@@ -213,12 +250,22 @@ class TrainSettings:
             "betas": (self.beta1, self.beta2), "beta2_schedule": self.beta2_schedule, "eps": self.eps,
             "weight_decay": self.weight_decay, "max_grad_norm": self.clip or None, "seed": self.seed,
         }  # fmt: skip
-        return recipes.get(self.recipe).known({name: v for name, v in given.items() if v is not None})
+        return self.chosen.known({name: v for name, v in given.items() if v is not None})
+
+    @property
+    def content(self) -> str:
+        """What a fitted recipe says, as a digest; empty for a recipe by name."""
+        return content_of(self.chosen)
 
     def plain(self) -> dict[str, Any]:
         """The fields that are not None, as strings, numbers and booleans."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: str(v) if isinstance(v, Path) else v for name, v in values.items() if v is not None}
+
+
+def content_of(recipe: Recipe) -> str:
+    """A digest of what a fitted recipe says, by which runs know it; empty for another recipe."""
+    return hashlib.sha256(recipe.text().encode()).hexdigest() if isinstance(recipe, FittedRecipe) else ""
 
 
 def flag(name: str) -> str:
@@ -241,11 +288,24 @@ _BEFORE = {"decay_all": True}
 _OWN = ("data", "validation_data", "workers", "device")
 
 
-def refuse_others(settings: TrainSettings, saved: Mapping[str, Any], where: Path) -> None:
-    """Refuse settings that a checkpoint cannot be resumed with; a SettingsError names the first such flag."""
+def refuse_others(settings: TrainSettings, saved: Mapping[str, Any], where: Path, content: str = "") -> None:
+    """Refuse settings that a checkpoint cannot be resumed with; a SettingsError names the first such flag.
+
+    Args:
+        settings, saved: those of now, and of the checkpoint.
+        where: the checkpoint.
+        content: of its recipe, as `TrainSettings.content`. The file may be another one now.
+    """
     now = settings.plain()
     defaults = {f.name: f.default for f in fields(settings)}
+    if content and content != settings.content:
+        raise SettingsError(
+            f"--recipe must say what it did to go on from {where} (another --out begins anew), got another "
+            f"content in {settings.recipe}"
+        )
     for name in _IDENTITY:
+        if name == "recipe" and content:
+            continue
         # An option that is missing in a checkpoint was added later.
         was = saved.get(name, _BEFORE.get(name, defaults[name]))
         if now.get(name) != was:

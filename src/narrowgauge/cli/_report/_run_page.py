@@ -74,6 +74,7 @@ def page(history: History, name: str) -> str:
         missing=[*(why for why in made if isinstance(why, str)), *_unseen(history)],
         facts=_facts(history),
         raised=_raised(history),
+        adapted=_adapted(history),
     )
 
 
@@ -119,6 +120,8 @@ def _summary(history: History, urgencies: list[str]) -> Iterable[str]:
         spikes = find_precursors(history)
         if spikes.loss:
             yield f"{_many(len(spikes.loss), 'loss spike')}, {len(spikes.matched)} of them after an RMS spike."
+    if history.adapted:
+        yield f"{_many(len(history.adapted), 'change')} of precision while training."
     said = [f"{urgencies.count(kind)} {WORDS[kind]}" for kind in WORDS if kind in urgencies]
     yield f"Advice: {listed(said, len(said))}." if said else "No gauge crossed a threshold."
 
@@ -156,3 +159,14 @@ def _raised(history: History) -> Table:
     more = len(history.alarms) - len(rows)
     remark = f"{more:,} more are left out." if more else ""
     return Table(["Step", "Of", "Tensor", "Value", "Threshold"], rows, remark)
+
+
+def _adapted(history: History) -> Table:
+    rows = [
+        [f"{int(as_number(one.get('step')) or 0):,}", str(one.get("name", "")), str(one.get("of", "")),
+         f"{one.get('was', '')} → {one.get('becomes', '')}", number(as_number(one.get("quality")))]
+        for one in history.adapted[:STEPS]
+    ]  # fmt: skip
+    more = len(history.adapted) - len(rows)
+    remark = f"{more:,} more are left out." if more else ""
+    return Table(["Step", "Tensor or layer", "Of", "Widened", "Quality before"], rows, remark)

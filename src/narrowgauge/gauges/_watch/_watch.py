@@ -238,6 +238,11 @@ class Watch:
             raise ValueError(f"value must be one real number, got {value.dtype} of shape {tuple(value.shape)}")
         self._steps.loss_given(value)
 
+    def record(self, record: Record) -> None:
+        """Add a record of something that was done to the training, with its ``kind`` and ``step``."""
+        if self._ranks.first:
+            self._submit([record])
+
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """Context of a forward pass that is repeated later, as for gradient caching: its features are not measured.
 

@@ -1,0 +1,342 @@
+"""Precision that is watched while a model trains: a storage that loses too much becomes the next wider one.
+
+A recipe is chosen before the training. The learning rate falls later, gradients change, and what was enough at the
+first step may not be at the last. `Adapt` measures at every tenth step what rounding makes of it, and acts in the
+running optimizer:
+
+    adapt = ng.recipes.Adapt(model, optimizer)      # one line; the loop stays as it is
+    ...
+    {"optimizer": optimizer.state_dict(), "adapt": adapt.state_dict(), ...}     # in a checkpoint
+
+Three things are measured, all by one number, the *quality*: the dot product of what was done and what was intended,
+over the squared norm of the latter (Collage, Definition 3.3). It is 1 where nothing is lost, and rounding errors
+that cancel over many elements leave it at 1.
+
+* **Weights**: the update that is stored. The optimizer's step measures it.
+* **Moments**: the step that stored moments make, beside the step that exact ones would. Moments whose error the
+  weight is given (the first moments of `log4` and `log8`) lose nothing.
+* **Linear layers with a plan**: 1 minus the error of each multiply in eight bits, on the batch of that step, as a
+  share of its result. Layers inside a compiled region, and attentions with a plan, are not measured.
+
+Where the median of three measurements is off by more than the tolerance, the storage becomes the next wider one, or
+the layer computes in high precision. Each does so once, with a line in the log. Weights that are rounded
+stochastically are right in the mean by construction, and their quality on a small tensor is mostly noise: they are
+not judged. Weights that are stored exactly, and float moments, have nothing to lose.
+
+Nothing is measured between those steps, and measuring changes no bit: a run without a crossing is the run without
+`Adapt`. At a step that measures, the host waits for the device once. Processes of the default process group add
+their sums before they decide, so all decide alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from narrowgauge._arguments import Positive, Size, check, check_instance
+from narrowgauge._module_names import clean_name, unwrap_model
+from narrowgauge.linear._function import linear
+from narrowgauge.linear._module import LowPrecisionConv1D, LowPrecisionLinear
+from narrowgauge.linear._plan import HIGH_PRECISION, MULTIPLIES
+from narrowgauge.optim import NarrowOptimizer
+
+LOG = logging.getLogger("narrowgauge.recipes")
+
+_WIDER_WEIGHTS = {
+    torch.bfloat16: {"plain": "split8", "split8": "split"},
+    torch.float16: {"plain": "kahan", "kahan": "master"},
+}
+_WIDER_STATES = {"4bit": "log8", "log4": "log8", "8bit": "log8", "fp8": "log8", "log8": "fp32"}
+_MEASUREMENTS = 3  # whose median decides
+_ROWS = 4096  # rows of a layer's input that are measured, at most
+
+Key = tuple[str, str]  # a parameter or layer, and "weights", a moment's slot, or a multiply
+
+
+@dataclass(frozen=True)
+class Change:
+    """A storage that was widened, or a layer that was taken out of its plan.
+
+    Attributes:
+        step: the step after which.
+        name: of the parameter, or of the layer.
+        what: ``"weights"``, the slot of a moment, or ``"layer"``.
+        was, becomes: the storages, or the plans.
+        quality: the median that crossed the tolerance: 1 if nothing was lost.
+        tolerance: how far from 1 it may be.
+    """
+
+    step: int
+    name: str
+    what: str
+    was: str
+    becomes: str
+    quality: float
+    tolerance: float
+
+    def __str__(self) -> str:
+        off, of = 100 * abs(1 - self.quality), "update" if self.what == "weights" else "step"
+        how = f"{off:.0f} % of its {of} was lost" if self.quality < 1 else f"its {of} was {off:.0f} % too large"
+        if self.what == "layer":
+            how = f"a product was off by {off:.0f} %"
+        allowed = f"(tolerance {100 * self.tolerance:g} %)"
+        return f"step {self.step}: {self.name}: {self.what} {self.was} -> {self.becomes}: {how} {allowed}"
+
+
+class Adapt:
+    """Widens what loses too much, while a model trains; see the module's text.
+
+    It follows the optimizer's steps by hooks, so it works in any loop, and in trainers of others. Make it after the
+    optimizer, and before a checkpoint is loaded.
+
+    Args:
+        model: the model, also wrapped; its names are those of the log.
+        optimizer: one of narrowgauge's, also in a wrapper that has it as ``optimizer``.
+        tolerance: how far the quality may be from 1: 0.1 is a tenth of each step.
+        every: weights are measured at multiples of this step.
+        states_every: moments and layers are measured at multiples of this step; by default 10 times `every`.
+        say: receives each change, in place of the log ``narrowgauge.recipes``.
+
+    Attributes:
+        say: the same.
+        step: number of steps taken.
+        changes: in order, those before a resumed run's checkpoint included.
+
+    Raises:
+        TypeError: for another optimizer.
+        ValueError: for an argument that is out of range, by name.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        tolerance: float = 0.1,
+        every: int = 10,
+        states_every: int | None = None,
+        say: Callable[[Change], object] | None = None,
+    ) -> None:
+        check_instance("model", model, nn.Module)
+        while not isinstance(optimizer, NarrowOptimizer) and hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer
+        if not isinstance(optimizer, NarrowOptimizer):
+            raise TypeError(f"optimizer must be one of narrowgauge.optim, got a {type(optimizer).__name__}")
+        self.tolerance = check("tolerance", tolerance, Positive)
+        self.every = check("every", every, Size)
+        self.states_every = check("states_every", 10 * every if states_every is None else states_every, Size)
+        self.step, self.changes = 0, list[Change]()
+        self._optimizer = optimizer
+        self.say: Callable[[Change], object] = say or (lambda change: LOG.warning("%s", change))
+        bare = unwrap_model(model)
+        self._parameters: dict[str, Tensor] = {clean_name(n): p for n, p in bare.named_parameters()}
+        kinds = (LowPrecisionLinear, LowPrecisionConv1D)
+        self._layers = {clean_name(n): m for n, m in bare.named_modules() if isinstance(m, kinds)}
+        self._recent: dict[Key, list[float]] = {}
+        self._sums: dict[Key, Tensor] = {}
+        self._setting = optimizer.gauges
+        hooks = [layer.register_forward_hook(self._layer_hook(name)) for name, layer in self._layers.items()]
+        before = optimizer.register_step_pre_hook(_BeforeStep(self._before_step))
+        self._handles: list[Any] = [*hooks, before, optimizer.register_step_post_hook(self._after_step)]
+        self._expect()
+
+    def remove(self) -> None:
+        """End it: what was widened stays so."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._optimizer.gauges = self._setting
+
+    def _due(self, every: int) -> bool:
+        """Whether the next step measures."""
+        return (self.step + 1) % every == 0
+
+    def _expect(self) -> None:
+        # Before the backward pass, which may step parameters; a watch that finds gauges on leaves them on.
+        self._optimizer.gauges = self._setting or self._due(self.every)
+
+    # Measurements: sums by key, float64 (2,), whose ratio is a quality.
+
+    @torch.no_grad()
+    def _before_step(self) -> None:
+        """Measure moments; their exact values are gone after the step."""
+        if not self._due(self.states_every):
+            return
+        for name, p in self._parameters.items():
+            if p.grad is not None and any(what != "weights" for what, _, _ in self._wider(name)):
+                self._sums |= {(name, slot): sums for slot, sums in self._optimizer.moment_quality(p).items()}
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return
+        weights, states = self._due(self.every), self._due(self.states_every)
+        if weights:
+            names = {p: name for name, p in self._parameters.items()}
+            for ps, rows in self._optimizer.measured():
+                pairs = rows[:, [1, 0]].unbind()  # stored_dot, intended_squared
+                self._sums |= {(names[p], "weights"): pair for p, pair in zip(ps, pairs, strict=True) if p in names}
+        self.step += 1
+        if weights or states:
+            self._judge(weights, states)
+        self._sums.clear()
+        self._expect()
+
+    def _layer_hook(self, name: str) -> Callable[..., None]:
+        def returned(layer: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
+            wanted = layer.training and output.requires_grad and self._due(self.states_every)
+            if torch.compiler.is_compiling() or not wanted or not layer.plan.formats or not args:
+                return
+            x = _rows(args[0])
+
+            def measure(gradient: Tensor) -> None:
+                for multiply, sums in _multiply_sums(layer, x, _rows(gradient)).items():
+                    self._sums[name, multiply] = sums
+
+            output.register_hook(measure)  # type: ignore[no-untyped-call]
+
+        return returned
+
+    def _wider(self, name: str) -> Iterable[tuple[str, str, str]]:
+        """What of a parameter could be wider: ("weights" or a slot, its storage, the next wider one)."""
+        p = self._parameters[name]
+        if p not in self._optimizer.state:
+            return
+        plan = self._optimizer.plan_of(p)
+        if becomes := _WIDER_WEIGHTS.get(plan.dtype, {}).get(plan.weight.name):
+            yield "weights", plan.weight.name, becomes
+        for slot in plan.slots:
+            if not slot.storage.error_feedback and (becomes := _WIDER_STATES.get(slot.storage.name)):
+                yield slot.slot.name, slot.storage.name, becomes
+
+    # Decisions
+
+    def _judge(self, weights: bool, states: bool) -> None:
+        """Act on the sums of a step."""
+        due = {"weights": weights}
+        storages = {
+            (name, what): (was, becomes)
+            for name in self._parameters
+            for what, was, becomes in self._wider(name)
+            if due.get(what, states)
+        }
+        layers = {name: layer for name, layer in self._layers.items() if states and layer.plan.formats}
+        multiplies = [(name, what) for name in layers for what in MULTIPLIES]
+        quality = self._qualities([*storages, *multiplies])
+        for (name, what), (was, becomes) in storages.items():
+            if (found := self._crossed((name, what), quality)) is not None:
+                self._optimizer.convert(self._parameters[name], **{what: becomes})
+                self._changed(name, what, was, becomes, found)
+        for name, layer in layers.items():
+            crossed = [self._crossed((name, what), quality) for what in MULTIPLIES]
+            if off := [each for each in crossed if each is not None]:
+                was = layer.plan.name
+                layer.set_plan(HIGH_PRECISION)
+                self._changed(name, "layer", was, HIGH_PRECISION.name, min(off))
+
+    def _qualities(self, keys: list[Key]) -> dict[Key, float]:
+        """The quality by key, of the sums of all ranks; NaN where nothing was measured."""
+        if not keys:
+            return {}
+        home = next(iter(self._parameters.values())).device
+        none = torch.zeros(2, dtype=torch.float64, device=home)
+        table = torch.stack([self._sums.get(key, none).to(home, non_blocking=True) for key in keys])
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(table)
+        ratios = {key: a / b if b else math.nan for key, (a, b) in zip(keys, table.tolist(), strict=True)}
+        return {key: 1 - math.sqrt(x) if key[1] in MULTIPLIES else x for key, x in ratios.items()}
+
+    def _crossed(self, key: Key, quality: Mapping[Key, float]) -> float | None:
+        """The median of the last measurements if it is off by more than the tolerance."""
+        if not math.isfinite(quality[key]):
+            return None
+        recent = self._recent[key] = [*self._recent.get(key, ()), quality[key]][-_MEASUREMENTS:]
+        median: float = statistics.median(recent)
+        if len(recent) < _MEASUREMENTS or abs(1 - median) <= self.tolerance:
+            return None
+        del self._recent[key]
+        return median
+
+    def _changed(self, name: str, what: str, was: str, becomes: str, quality: float) -> None:
+        change = Change(self.step, name, what, was, becomes, quality, self.tolerance)
+        self.changes.append(change)
+        self.say(change)
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values: the step, the changes, and the measurements that the next decision needs."""
+        recent = [[name, what, list(values)] for (name, what), values in self._recent.items()]
+        return {"step": self.step, "changes": [asdict(change) for change in self.changes], "recent": recent}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`: make its changes, without a line, and take over its measurements.
+
+        Load the optimizer's state before or after it.
+
+        Raises:
+            ValueError: for a change of a parameter or layer that this model does not have.
+        """
+        changes = [Change(**change) for change in state["changes"]]
+        for change in changes:
+            known: Mapping[str, Any] = self._layers if change.what == "layer" else self._parameters
+            if change.name not in known:
+                raise ValueError(f"state_dict: changes must be of this model, got one of {change.name!r}")
+        for change in changes:
+            if change.what == "layer":
+                self._layers[change.name].set_plan(HIGH_PRECISION)
+            else:
+                self._optimizer.convert(self._parameters[change.name], **{change.what: change.becomes})
+        self.step, self.changes = state["step"], changes
+        self._recent = {(name, what): list(values) for name, what, values in state["recent"]}
+        self._expect()
+
+
+class _BeforeStep:
+    """The hook before a step."""
+
+    unscales = True  # tells loss scalers that this hook knows of the scale (see `narrowgauge.scaling`)
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._call()
+
+
+def _rows(x: Tensor) -> Tensor:
+    """A copy of rows of a matrix, at equal distances."""
+    rows = x.detach().reshape(-1, x.shape[-1])
+    return rows[:: -(-len(rows) // _ROWS)].clone()
+
+
+def _multiply_sums(layer: Any, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+    """By multiply in eight bits, float64 (2,): the squared norms of its error and of its result.
+
+    Args:
+        layer: with a plan.
+        x, g: rows of its input and of the gradient of its output.
+    """
+    weight = layer.weight.t() if isinstance(layer, LowPrecisionConv1D) else layer.weight
+    plan = replace(layer.plan, tensor_absmax="step")  # averages are the training's
+
+    def products(plan: Any) -> list[Tensor]:
+        with torch.enable_grad():
+            a, w = (t.detach().to(g.dtype, copy=True).requires_grad_() for t in (x, weight))
+            y = linear(a, w, None, plan)
+            return [y.detach(), *torch.autograd.grad(y, (a, w), g)]
+
+    found: dict[str, Tensor] = {}
+    for multiply, ours, exact in zip(MULTIPLIES, products(plan), products(HIGH_PRECISION), strict=True):
+        if getattr(plan, multiply) is not None:
+            error, whole = (t.to(torch.float64).square().sum() for t in (ours.float() - exact.float(), exact))
+            found[multiply] = torch.stack([error, whole])
+    return found

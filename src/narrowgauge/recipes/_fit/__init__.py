@@ -1,0 +1,190 @@
+"""Fit a recipe to a model: measure what narrow numbers cost, and choose.
+
+1. `_probe` trains a copy of the model for some steps and records gradients.
+2. `_replay` plays them to every storage over the length of the planned run.
+3. `_choose` takes, for every group of like parameters, the bytes that are worth their noise.
+4. `_layers` measures the multiplies of linear layers in eight bits, and chooses their plans.
+5. What was chosen is played once more, all together, and timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge._arguments import Count, Size, check, check_choice
+from narrowgauge._schedule import SCHEDULES
+from narrowgauge._schedule import schedule as rate_factor
+from narrowgauge.optim import AdamW, NarrowOptimizer
+from narrowgauge.recipes._choices import TOLERANCE, LayerChoice
+from narrowgauge.recipes._fitted import FittedRecipe
+
+from ._choose import TooFewBytesError, for_bytes
+from ._layers import fit_layers
+from ._multiplies import LayerRecords
+from ._probe import Progress, probe
+from ._replay import Replay
+from ._storages import WEIGHTS, Measured
+
+_FORMATS = {"none": (), "int8": ("int8",), "e4m3": ("e4m3",), "auto": ("int8", "e4m3")}
+# Of the model, not of a replay: each sample has its own decay, and its gradients are clipped already.
+_OF_THE_MODEL = ("decay_all", "no_decay", "keep_fp32", "weight_decay", "max_grad_norm", "min_quantized_size")
+
+
+def fit(
+    model: nn.Module,
+    batches: Callable[[], Iterable[Any]],
+    loss: Callable[[nn.Module, Any], Tensor],
+    *,
+    lr: float,
+    steps: int,
+    memory: int | str | None = None,
+    bytes_per_parameter: float | None = None,
+    tolerance: float | None = None,
+    schedule: str = "cosine",
+    warmup: int = 100,
+    final_lr: float = 0.1,
+    optimizer: type[NarrowOptimizer] = AdamW,
+    dtype: torch.dtype = torch.bfloat16,
+    linear: str = "none",
+    accumulate: int = 1,
+    batch: int | None = None,
+    sequence: int | None = None,
+    seconds: float = 90,
+    seed: int = 0,
+    progress: Progress = lambda text, share: None,
+    **options: Any,
+) -> FittedRecipe:
+    """Choose how each parameter's weight and moments are kept, and the plan of each linear layer.
+
+    A copy of the model is trained for some steps. What each storage would lose over the planned run is measured
+    with the gradients of these steps, as a share of the noise that they have anyway. See docs/guides/fit.md.
+
+    Args:
+        model: on the device of its training; it is left alone.
+        batches: ``batches()`` gives the batches of an epoch, as `narrowgauge.compare` takes them.
+        loss: ``loss(model, batch)`` gives a tensor of one element. The model is in `dtype`.
+        lr: the learning rate of the planned run, at its highest.
+        steps: of the planned run.
+        memory: of the GPU that will train, such as ``"24GB"``: the plan of `plan_memory` must fit.
+        bytes_per_parameter: what weight, gradient and states together may take.
+        tolerance: what rounding may add to a parameter over the run, as a share of what the gradient's noise adds
+            (of standard deviations). 0.2 if none of these three is given.
+        schedule, warmup, final_lr: of the planned run: ``"constant"``, ``"linear"`` or ``"cosine"``, the steps of
+            the rise, and the last rate as a share of `lr`.
+        optimizer: a class of `narrowgauge.optim` whose rule is elementwise.
+        dtype: of weights and gradients.
+        linear: formats that linear layers may multiply in: ``"none"``, ``"int8"``, ``"e4m3"``, or ``"auto"``: both,
+            where a layer is measured to be faster than `nn.Linear` on the model's device.
+        accumulate: batches a step; above 1 a batch is a micro-batch.
+        batch, sequence: of the planned run, for `memory`; those of the first batch if None.
+        seconds: how long probe and replays may take, more or less.
+        seed: of the replays, and of the optimizer.
+        progress: called with what is done, and the share of it that is.
+        **options: for the optimizer (``betas``, ``weight_decay``, ``max_grad_norm``, ...), and ``decay_all`` and
+            ``no_decay`` as `Recipe.apply` takes them.
+
+    Returns:
+        A recipe: ``.apply(model)``, ``.bill()``, ``.save("recipe.toml")``.
+
+    Raises:
+        ValueError: for a limit that nothing fits, with the least that would; for a loss that is not finite; for
+            batches that show no noise; and for arguments that the optimizer does not have.
+    """
+    limits = {"memory": memory, "bytes_per_parameter": bytes_per_parameter, "tolerance": tolerance}
+    given = [name for name, value in limits.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"{given[0]} must be given alone, got {' and '.join(given)}")
+    for name, value in {"lr": lr, "tolerance": tolerance, "bytes_per_parameter": bytes_per_parameter}.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be a number above 0, got {value!r}")
+    check("steps", steps, Size)
+    check("accumulate", accumulate, Size)
+    check("warmup", warmup, Count)
+    check_choice("schedule", schedule, SCHEDULES)
+    check_choice("linear", linear, tuple(_FORMATS))
+    check_choice("dtype", dtype, tuple(WEIGHTS))
+    begun = time.perf_counter()
+    records: list[LayerRecords] = []
+
+    def watching(trained: nn.Module) -> contextlib.AbstractContextManager[object]:
+        records.append(LayerRecords(trained))
+        return records[0]
+
+    found = probe(
+        model, batches, loss, optimizer=optimizer, dtype=dtype, lr=lr, steps=steps, accumulate=accumulate,
+        seconds=seconds, options={**options, "seed": seed},
+        watching=watching if _FORMATS[linear] else contextlib.nullcontext, progress=progress,
+    )  # fmt: skip
+    replay = Replay(
+        found.samples, optimizer, {"seed": seed, **{k: v for k, v in options.items() if k not in _OF_THE_MODEL}},
+        int(options.get("min_quantized_size", 4096)), steps,
+        lambda number: lr * rate_factor(schedule, number, steps=steps, warmup=warmup, final=final_lr), seed,
+    )  # fmt: skip
+    layers: tuple[LayerChoice, ...] = ()
+    if records:
+        progress("measuring linear layers", 0.0)
+        layers = fit_layers(
+            records[0], {sample.name: sample.noise_to_signal for sample in found.samples},
+            formats=_FORMATS[linear], tolerance=tolerance or TOLERANCE, timed=linear == "auto",
+        )  # fmt: skip
+    measured = Measured(replay, found.samples, dtype, int(options.get("block_size", 256)))
+    measured.play(seconds - (time.perf_counter() - begun), progress)
+    facts = {
+        "model": type(model).__name__, "parameters": sum(sample.elements for sample in found.samples), "lr": lr,
+        "steps": steps, "schedule": schedule, "warmup": warmup, "final_lr": final_lr, "accumulate": accumulate,
+        "tolerance": tolerance or TOLERANCE, "probe_steps": len(found.losses), "replay_steps": replay.steps,
+    }  # fmt: skip
+    if bytes_per_parameter is not None:
+        chosen, limit = _for_bytes(measured, bytes_per_parameter), f"{bytes_per_parameter:g} bytes a parameter"
+    elif memory is not None:
+        plan: dict[str, Any] = {"batch": batch or found.examples, "sequence": sequence}
+        plan["accumulate"] = accumulate > 1
+        chosen, limit = _for_memory(measured, model, memory, plan, facts), f"{memory} of memory"
+    else:
+        chosen = measured.within(tolerance or TOLERANCE)
+        limit = f"at most {tolerance or TOLERANCE:g} of the gradient's noise"
+    made = measured.recipe(chosen, {**facts, "limit": limit}, next(model.parameters()).device, progress)
+    return replace(made, layers=layers)
+
+
+def _for_bytes(measured: Measured, each: float) -> dict[str, int]:
+    try:
+        return for_bytes(measured.groups, each)
+    except TooFewBytesError as error:
+        least = math.ceil(100 * error.least) / 100
+        raise ValueError(f"bytes_per_parameter must be at least {least:.2f} for this model, got {each:g}") from None
+
+
+def _for_memory(
+    measured: Measured, model: nn.Module, memory: int | str, plan: Mapping[str, Any], facts: Mapping[str, Any]
+) -> dict[str, int]:
+    """The quietest choice whose training fits into a memory by `plan_memory`.
+
+    The peak of a choice says how many more bytes a parameter, or how many fewer, there are for the next try.
+    """
+    from narrowgauge.recipes._plan import parse_bytes, plan_memory
+
+    room, elements = parse_bytes("memory", memory), sum(one.elements for one in measured.groups)
+
+    def peak(chosen: Mapping[str, int]) -> int:
+        return plan_memory(model, measured.untimed(chosen, {**facts, "limit": str(memory)}), **plan).peak
+
+    best = {one.name: 0 for one in measured.groups}
+    least, narrowest = peak(best), measured.bytes_of(best)
+    if least > room:
+        raise ValueError(f"memory must be at least {least / 1e9:.3g}GB for this model and batch, got {memory}")
+    each = narrowest + (room - least) / elements
+    for _ in range(4):
+        chosen = for_bytes(measured.groups, max(each, narrowest))
+        if (taken := peak(chosen)) <= room:
+            return chosen
+        each = min(each, measured.bytes_of(chosen)) - (taken - room) / elements
+    return best

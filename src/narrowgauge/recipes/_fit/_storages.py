@@ -1,0 +1,207 @@
+"""What every storage adds to every parameter of a model, and a choice among them as a recipe."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from narrowgauge._text import alike as like_names
+from narrowgauge._text import patterns
+from narrowgauge.optim._plan import slot_storages
+from narrowgauge.recipes._choices import Choice, Kept
+from narrowgauge.recipes._fitted import FittedRecipe
+from narrowgauge.storage import weight_storage
+
+from ._choose import Candidates, alike, frontier, total_noise, within
+from ._probe import Progress, Sample
+from ._replay import Replay
+
+# Weight storages by the recipe's dtype. `expansion` takes the bytes of `split`, which loses less.
+WEIGHTS = {
+    torch.bfloat16: ("plain", "stochastic", "split8", "split"),
+    torch.float16: ("plain", "stochastic", "kahan", "master"),
+    torch.float32: ("plain",),
+}
+# Storages of signed moments and of the others.
+_STATES = (
+    ("log4", "log4"), ("log4", "log8"), ("log8", "log8"), ("8bit", "8bit"), ("bf16", "bf16"), ("log8", "fp32"),
+    ("fp32", "log8"), ("fp32", "fp32"),
+)  # fmt: skip
+_TIMED, _TIMED_ELEMENTS = 5, 1 << 22
+
+
+class Measured:
+    """What every storage adds to every parameter, and the choice among them.
+
+    Attributes:
+        groups: of like parameters, with their frontiers.
+    """
+
+    def __init__(self, replay: Replay, samples: Sequence[Sample], dtype: torch.dtype, block_size: int) -> None:
+        self._replay, self._dtype, self._block = replay, dtype, block_size
+        self._samples = {sample.name: sample for sample in samples}
+        self._lost: Mapping[str, tuple[float, float]] = {}
+        self.groups: list[Candidates] = []
+
+    def play(self, seconds: float, progress: Progress) -> None:
+        """Play the recorded gradients to every weight storage with fp32 moments, and to all moments' storages."""
+        slots = self._replay.slots
+        pairs = [{s.name: signed if s.signed else other for s in slots} for signed, other in _STATES]
+        states = [dict(items) for items in dict.fromkeys(tuple(pair.items()) for pair in pairs)]
+        wide = states[-1]
+        ways = [(weight, wide) for weight in WEIGHTS[self._dtype]]
+        ways += [(self._replay.exact, narrow) for narrow in states[:-1]]
+        self._replay.prepare(seconds, len(ways))
+        measured: dict[str, list[float]] = {name: [] for name in self._samples}
+        for number, (weight, state) in enumerate(ways):
+            progress("replaying", number / len(ways))
+            shares, lost = self._replay.shares(weight, state)
+            for name, share in shares.items():
+                measured[name].append(share)
+            self._lost = lost if number == 0 else self._lost
+        for names in alike(measured, list(like_names(list(self._samples)).values())):
+            self.groups.append(self._candidates(names, ways, measured))
+
+    def _candidates(
+        self, names: tuple[str, ...], ways: Sequence[tuple[str, dict[str, str]]],
+        measured: Mapping[str, Sequence[float]],
+    ) -> Candidates:  # fmt: skip
+        """The frontier of like parameters, of all pairs of a weight storage and moments' storages."""
+        sizes = [(self._samples[name].elements, name) for name in names]
+        noise = [total_noise([(size, measured[name][way]) for size, name in sizes]) for way in range(len(ways))]
+        count = len(WEIGHTS[self._dtype])
+        wide = ways[0][1]
+        of_states = [(wide, 0.0), *((ways[way][1], noise[way]) for way in range(count, len(ways)))]
+        if self._replay.is_small(names[0]):
+            of_states = of_states[:1]
+        options = [
+            Kept(weight, states, self._bytes(names, weight, states), math.hypot(noise[way], of_moments))
+            for way, (weight, _) in enumerate(ways[:count])
+            for states, of_moments in of_states
+        ]
+        return Candidates(names, sum(size for size, _ in sizes), frontier(options))
+
+    def _bytes(self, names: Sequence[str], weight: str, states: Mapping[str, str]) -> float:
+        """Bytes a parameter: weight, gradient, low word and moments."""
+        each = 2 * self._dtype.itemsize + weight_storage(weight).bytes_added(self._dtype)
+        moments = elements = 0
+        for name in names:
+            sample = self._samples[name]
+            kept = slot_storages(self._replay.rule, {**self._replay.group, "states": states}).values()
+            moments += sum(storage.nbytes(sample.shape, self._block) for storage in kept)
+            elements += sample.elements
+        return each + moments / elements
+
+    def within(self, tolerance: float) -> dict[str, int]:
+        """The narrowest choice within a tolerance, when all that was chosen is played together."""
+        chosen = within(self.groups, tolerance)
+        for _ in range(3):
+            together = self.together(chosen)
+            beyond = [one for one in self.groups if together[one.name] > tolerance and self._can_widen(one, chosen)]
+            if not beyond:
+                break
+            for one in beyond:
+                chosen[one.name] += 1
+        return chosen
+
+    @staticmethod
+    def _can_widen(one: Candidates, chosen: Mapping[str, int]) -> bool:
+        return chosen[one.name] + 1 < len(one.frontier)
+
+    def together(self, chosen: Mapping[str, int]) -> dict[str, float]:
+        """The share of noise of each group, by its name, with all choices in one replay."""
+        kept = {name: one.frontier[chosen[one.name]] for one in self.groups for name in one.names}
+        weights = {name: each.weights for name, each in kept.items()}
+        shares, _ = self._replay.shares(weights, {name: each.states for name, each in kept.items()})
+        return {
+            one.name: total_noise([(self._samples[name].elements, shares[name]) for name in one.names])
+            for one in self.groups
+        }
+
+    def bytes_of(self, chosen: Mapping[str, int]) -> float:
+        """Bytes a parameter of a choice."""
+        total = sum(one.elements * one.frontier[chosen[one.name]].bytes for one in self.groups)
+        return total / sum(one.elements for one in self.groups)
+
+    def untimed(self, chosen: Mapping[str, int], facts: Mapping[str, Any]) -> FittedRecipe:
+        """The recipe of a choice, with the noise that its storages add one by one."""
+        choices = []
+        for one in self.groups:
+            at = chosen[one.name]
+            now, narrower = one.frontier[at], one.frontier[at - 1] if at else None
+            choices.append(
+                Choice(
+                    self._names(one.names), len(one.names), one.elements, now, narrower,
+                    one.frontier[at + 1] if at + 1 < len(one.frontier) else None, self._reason(one, now, narrower),
+                    _mean_pair([self._lost[name] for name in one.names]),
+                )
+            )  # fmt: skip
+        most = max(choices, key=lambda choice: choice.elements).chosen
+        title = f"fitted to {facts['parameters']:,} parameters: {facts['limit']}"
+        return FittedRecipe(
+            "fitted", title, self._dtype, most.weights, most.states, optimizer=self._replay.optimizer,
+            choices=tuple(choices), facts={**facts, "bytes": self.bytes_of(chosen)},
+        )  # fmt: skip
+
+    def recipe(
+        self, chosen: Mapping[str, int], facts: Mapping[str, Any], device: torch.device, progress: Progress
+    ) -> FittedRecipe:
+        """The recipe of a choice, played all together, and timed."""
+        progress("playing the choice", 0.0)
+        together, made, choices = self.together(chosen), self.untimed(chosen, facts), []
+        for number, (one, choice) in enumerate(zip(self.groups, made.choices, strict=True)):
+            progress("timing steps", number / len(self.groups))
+            now = replace(choice.chosen, noise=together[one.name])
+            ways = {"chosen": now, "narrower": choice.narrower, "wider": choice.wider}
+            timed: dict[str, Any] = self._timed(
+                one, {name: kept for name, kept in ways.items() if kept is not None}, device
+            )
+            choices.append(replace(choice, **timed, reason=self._reason(one, now, choice.narrower)))
+        noise = total_noise([(choice.elements, choice.chosen.noise) for choice in choices])
+        return replace(made, choices=tuple(choices), facts={**made.facts, "noise": noise})
+
+    def _names(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Patterns of names if they fit no other parameter, else the names."""
+        made = tuple(patterns(names))
+        others = [name for name in self._samples if name not in names]
+        return names if any(fnmatchcase(name, pattern) for name in others for pattern in made) else made
+
+    def _reason(self, one: Candidates, now: Kept, narrower: Kept | None) -> str:
+        small = "too few elements for narrow moments; " if self._replay.is_small(one.name) else ""
+        if narrower is None:
+            return f"{small}the narrowest, which adds {now.noise:.3g} of the gradient's noise"
+        kept = " ".join([narrower.weights, *(f"{slot}:{name}" for slot, name in narrower.states.items())])
+        return f"{small}adds {now.noise:.3g} of the gradient's noise, {kept} would add {narrower.noise:.3g}"
+
+    def _timed(self, one: Candidates, ways: Mapping[str, Kept], device: torch.device) -> dict[str, Any]:
+        """Ways to keep parameters with the milliseconds of their step, the median of a few, taken in turns.
+
+        Of large groups a part is stepped, and its time multiplied.
+        """
+        shapes, part = [], 0
+        for name in one.names:
+            shapes.append(self._samples[name].shape)
+            part += self._samples[name].elements
+            if part >= _TIMED_ELEMENTS:
+                break
+        steps = {
+            name: self._replay.stepper(shapes, kept.weights, kept.states, device) for name, kept in ways.items()
+        }
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for number in range(_TIMED + 2):  # the first ones compile
+            for name, step in steps.items():
+                seconds = step()
+                if number >= 2:
+                    times[name].append(seconds)
+        scale = 1000 * one.elements / part
+        return {name: replace(kept, ms=scale * statistics.median(times[name])) for name, kept in ways.items()}
+
+
+def _mean_pair(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    return statistics.fmean(a for a, _ in pairs), statistics.fmean(b for _, b in pairs)
