@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from fitted_sample import Fitted, kept, recipe
+from fitted_sample import kept, recipe
 from html_page import Page
 from PIL import Image
 
@@ -25,7 +25,8 @@ from narrowgauge.cli import main
 from narrowgauge.cli._fit_options import OF_COMPARE, OF_TRAINING, FitOptions
 from narrowgauge.cli._options import CompareOptions
 from narrowgauge.cli._report._bill_page import write_bill
-from narrowgauge.recipes._fitted import Choice
+from narrowgauge.recipes import FittedRecipe
+from narrowgauge.recipes._choices import Choice
 from narrowgauge.trainers import TrainSettings
 
 pytestmark = pytest.mark.usefixtures("surroundings")
@@ -62,7 +63,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the last call of `recipes.fit` got; in its place stands what gives a recipe for any model."""
     seen: dict[str, Any] = {}
 
-    def fitted(model: Any, batches: Any, loss: Any, **options: Any) -> Fitted:
+    def fitted(model: Any, batches: Any, loss: Any, **options: Any) -> FittedRecipe:
         seen.update(options, model=model, batches=batches, loss=loss)
         options["progress"]("probing", 0.5)
         return whole(model)
@@ -71,7 +72,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
-def whole(model: torch.nn.Module) -> Fitted:
+def whole(model: torch.nn.Module) -> FittedRecipe:
     """All parameters in one group."""
     count = sum(p.numel() for p in model.parameters())
     how = kept("split8", {"m": "log8", "v": "log8"}, 7.03, 0.05)
@@ -164,12 +165,13 @@ def test_the_planned_training_is_handed_over_and_the_recipe_written(
     assert {name: given[name] for name in wanted} == wanted
     assert given.keys() - wanted == {"model", "batches", "loss", "progress"}
     printed = capsys.readouterr().out
-    assert printed.startswith("the bill\n")
+    assert printed.startswith(str(whole(given["model"]).bill()))
     typed = " ".join(map(str, words))
     path = out / "recipe.toml"
     assert f"narrowgauge train --recipe {path} {typed}\n" in printed
     shared = f"--data {text} --model micro --vocabulary 256 --sequence 16 --batch 4 --lr 0.01 --seed 5"
     assert f"narrowgauge compare --recipes D,{path} {shared}\n" in printed
+    assert recipes.load(path) == whole(given["model"])
     assert "7.03 bytes a parameter" in (out / "bill.html").read_text()
     assert fit(*own, *words) == 0
     assert {p.name.split(".")[0] for p in out.iterdir()} == {"recipe", "bill"}

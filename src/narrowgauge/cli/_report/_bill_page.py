@@ -19,7 +19,8 @@ from narrowgauge import recipes
 from narrowgauge.cli._charts import INK, MUTED, PALETTE, SERIES, page_figure, printable
 from narrowgauge.cli._report._page import MISSING, Table, definitions, write_page
 from narrowgauge.cli._report._run_drawing import short
-from narrowgauge.recipes._fitted import Choice, Computed, FittedRecipe, Kept
+from narrowgauge.recipes import FittedRecipe
+from narrowgauge.recipes._choices import Choice, Computed, Kept
 
 # What the bill is set beside: mixed precision, and the narrow recipe that is chosen without a measurement.
 MIXED, NARROW = "D", "adamw8bit-split8"
@@ -82,11 +83,11 @@ def write_bill(
 def summary(recipe: FittedRecipe) -> str:
     """The result in a sentence, and the limit."""
     whole, eight = (recipes.get(name).bytes_per_parameter() for name in (MIXED, NARROW))
-    kept, noise = mean_bytes(recipe.choices), mean_noise(recipe.choices)
+    bill = recipe.bill()
     text = (
-        f"Training this model takes {kept:.2f} bytes a parameter, where fp32 master weights and moments ({MIXED}) "
-        f"take {whole:.2f} and {NARROW} takes {eight:.2f}; rounding adds {percent(noise)} of the noise that the "
-        "gradient itself adds"
+        f"Training this model takes {bill.bytes:.2f} bytes a parameter, where fp32 master weights and moments "
+        f"({MIXED}) take {whole:.2f} and {NARROW} takes {eight:.2f}; rounding adds {percent(bill.noise)} of the "
+        "noise that the gradient itself adds"
     )
     limit = recipe.facts.get("limit")
     return f"{text}." if limit is None else f"{text}. The limit: {limit}."
@@ -95,12 +96,6 @@ def summary(recipe: FittedRecipe) -> str:
 def mean_bytes(choices: Sequence[Choice]) -> float:
     """Bytes a parameter, over all groups."""
     return sum(c.elements * c.chosen.bytes for c in choices) / sum(c.elements for c in choices)
-
-
-def mean_noise(choices: Sequence[Choice]) -> float:
-    """The noise of all groups together: the root of the mean of its squares over all numbers."""
-    squares = sum(c.elements * c.chosen.noise**2 for c in choices)
-    return math.sqrt(squares / sum(c.elements for c in choices))
 
 
 def way(kept: Kept) -> str:
@@ -219,12 +214,10 @@ def _row(choice: Choice, recipe: FittedRecipe) -> dict[str, Any]:
 
 def _total(recipe: FittedRecipe) -> dict[str, Any]:
     """All groups together."""
-    costs = [f"{mean_bytes(recipe.choices):.2f} bytes", f"{percent(mean_noise(recipe.choices))} noise"]
-    times = [choice.chosen.ms for choice in recipe.choices]
-    known = [each for each in times if each is not None]
-    if len(known) == len(times):
-        costs.append(f"{sum(known):.3g}\u00a0ms")
-    return {"size": f"{sum(choice.elements for choice in recipe.choices):,}", "costs": ", ".join(costs)}
+    bill = recipe.bill()
+    time = [] if bill.ms is None else [f"{bill.ms:.3g}\u00a0ms"]
+    costs = ", ".join([f"{bill.bytes:.2f} bytes", f"{percent(bill.noise)} noise", *time])
+    return {"size": f"{bill.elements:,}", "costs": costs}
 
 
 def _layers(recipe: FittedRecipe) -> Table:
