@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from narrowgauge.linear import SWITCHBACK
-from narrowgauge.recipes._fitted import Choice, Computed, FittedRecipe, Kept, LayerChoice
+from narrowgauge.recipes import FittedRecipe
+from narrowgauge.recipes._choices import Choice, Computed, Kept, LayerChoice
 
 LOG8, MIXED, LOG4 = ({"m": m, "v": v} for m, v in (("log8", "log8"), ("log4", "log8"), ("log4", "log4")))
 FP32 = {"m": "fp32", "v": "fp32"}
@@ -73,24 +73,13 @@ def layers() -> tuple[LayerChoice, ...]:
     )  # fmt: skip
 
 
-class Fitted(FittedRecipe):
-    """With a short file and a short bill."""
-
-    def save(self, path: Path) -> Path:
-        path.write_text(f"{self.title}\n")
-        return path
-
-    def bill(self) -> str:
-        return "the bill"
-
-
-def recipe(**facts: Any) -> Fitted:
+def recipe(**facts: Any) -> FittedRecipe:
     known = {
         "parameters": 123_749_376, "lr": 6e-4, "steps": 10_000, "schedule": "cosine", "final_lr": 0.1,
         "limit": "10 % of the gradient's noise", "noise": 0.0523, "bytes": 6.87, "tolerance": 0.1,
         "probe_steps": 100, "seconds": 71.4, "device": "NVIDIA H200",
     }  # fmt: skip
-    return Fitted(
+    return FittedRecipe(
         "fitted", "fitted to GPT2LMHeadModel: 6.87 bytes a parameter", torch.bfloat16, "split8", "log8",
         choices=choices(), layers=layers(), facts=known | facts,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from fitted_sample import Fitted, kept, recipe
+from fitted_sample import kept, recipe
 from html_page import Page
 from PIL import Image
 
@@ -25,7 +25,8 @@ from narrowgauge.cli import main
 from narrowgauge.cli._fit_options import OF_COMPARE, OF_TRAINING, FitOptions
 from narrowgauge.cli._options import CompareOptions
 from narrowgauge.cli._report._bill_page import write_bill
-from narrowgauge.recipes._fitted import Choice
+from narrowgauge.recipes import FittedRecipe
+from narrowgauge.recipes._choices import Choice
 from narrowgauge.trainers import TrainSettings
 
 pytestmark = pytest.mark.usefixtures("surroundings")
@@ -62,7 +63,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the last call of `recipes.fit` got; in its place stands what gives a recipe for any model."""
     seen: dict[str, Any] = {}
 
-    def fitted(model: Any, batches: Any, loss: Any, **options: Any) -> Fitted:
+    def fitted(model: Any, batches: Any, loss: Any, **options: Any) -> FittedRecipe:
         seen.update(options, model=model, batches=batches, loss=loss)
         options["progress"]("probing", 0.5)
         return whole(model)
@@ -71,7 +72,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
-def whole(model: torch.nn.Module) -> Fitted:
+def whole(model: torch.nn.Module) -> FittedRecipe:
     """All parameters in one group."""
     count = sum(p.numel() for p in model.parameters())
     how = kept("split8", {"m": "log8", "v": "log8"}, 7.03, 0.05)
@@ -85,6 +86,7 @@ def test_its_options_are_those_of_a_training_and_its_own() -> None:
     own = {f.name: f.default for f in fields(FitOptions)}
     assert all(own[f.name] == f.default for f in fields(TrainSettings) if f.name in OF_TRAINING)
     assert FitOptions().limit == {"tolerance": None}
+    assert FitOptions(tolerance=0.3).limit == {"tolerance": 0.3}
     assert FitOptions(memory="24GB").limit == {"memory": "24GB"}
 
 
@@ -163,12 +165,13 @@ def test_the_planned_training_is_handed_over_and_the_recipe_written(
     assert {name: given[name] for name in wanted} == wanted
     assert given.keys() - wanted == {"model", "batches", "loss", "progress"}
     printed = capsys.readouterr().out
-    assert printed.startswith("the bill\n")
+    assert printed.startswith(str(whole(given["model"]).bill()))
     typed = " ".join(map(str, words))
     path = out / "recipe.toml"
     assert f"narrowgauge train --recipe {path} {typed}\n" in printed
     shared = f"--data {text} --model micro --vocabulary 256 --sequence 16 --batch 4 --lr 0.01 --seed 5"
     assert f"narrowgauge compare --recipes D,{path} {shared}\n" in printed
+    assert recipes.load(path) == whole(given["model"])
     assert "7.03 bytes a parameter" in (out / "bill.html").read_text()
     assert fit(*own, *words) == 0
     assert {p.name.split(".")[0] for p in out.iterdir()} == {"recipe", "bill"}
@@ -198,7 +201,7 @@ def test_batches_and_loss_are_those_of_the_training(
 def test_the_choice_is_checked_beside_d(
     text: Path, tmp_path: Path, given: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ("--verify", "--verify-steps", 4, "--verify-seeds", 2, "--accumulate", 2)
+    flags = ("--verify", "--verify-steps", 2, "--verify-seeds", 2, "--accumulate", 2)
     assert fit("--out", tmp_path, "--data", text, *TINY, *flags) == 0
     results = json.loads((tmp_path / "verify" / "results.json").read_text())
     assert results["reference"] == "D"
@@ -211,8 +214,8 @@ def test_the_choice_is_checked_beside_d(
     assert first != second
     between = rows["fitted"]["difference"]
     said = (
-        f"Checked: after 4 steps the validation loss of the choice minus that of D is {between['mean']:+.4f} ± "
-        f"{between['spread']:.4f} over 2 seeds: the mean of the differences of each seed, and their standard "
+        f"Checked: after 2 steps the validation loss of the choice minus that of D is {between['mean']:+.5f} ± "
+        f"{between['spread']:.5f} over 2 seeds: the mean of the differences of each seed, and their standard "
         "deviation."
     )
     assert said in capsys.readouterr().out
@@ -242,7 +245,7 @@ def test_a_check_without_losses_or_with_one_seed_says_so(
 
     assert difference(results, 300).startswith("Checked: within 300 steps the choice or D diverged")
     results["recipes"]["fitted"]["difference"] = {"mean": -0.00312, "spread": None, "pairs": 1}
-    assert difference(results, 300).endswith("is -0.0031. With one seed no spread is known.")
+    assert difference(results, 300).endswith("is -0.00312. With one seed no spread is known.")
 
 
 def test_the_page_has_the_numbers_of_the_recipe(tmp_path: Path) -> None:
@@ -253,7 +256,8 @@ def test_the_page_has_the_numbers_of_the_recipe(tmp_path: Path) -> None:
     bytes_each = sum(c.elements * c.chosen.bytes for c in sample.choices) / sum(c.elements for c in sample.choices)
     assert f"takes {bytes_each:.2f} bytes a parameter, where fp32 master weights" in page.text
     assert "(D) take 16.00 and adamw8bit-split8 takes 7.03" in page.text
-    assert "and 10 % is tolerated." in page.text
+    assert "The limit: 10 % of the gradient's noise." in page.text
+    assert "The dashed line is the tolerance, 10 %." in page.text
     assert [" ".join(cell.split()) for cell in page.rows[1]] == [
         "transformer.wte.weight38,597,376 in 1 tensor, 31 % of all",
         "split8, m log4, v log86.52 bytes, 0.31 % noise, 0.182 ms",
@@ -280,7 +284,7 @@ def test_a_page_without_layers_tolerance_times_and_with_numbers_that_are_not_fin
     write_bill(replace(recipe(tolerance=None), choices=(choice,), layers=()), tmp_path / "bill.html")
     source = (tmp_path / "bill.html").read_text()
     page = Page(source)
-    assert "tolerated" not in page.text
+    assert "tolerance, " not in page.text
     assert "The linear layers" not in page.text
     assert "What to type next" not in page.text
     assert "more than 1,000,000 % noise" in page.text

@@ -24,6 +24,7 @@ from narrowgauge.cli._fit_options import OF_COMPARE, OF_TRAINING, FitOptions
 from narrowgauge.cli._options import CompareOptions
 from narrowgauge.cli._report._bill_page import MIXED, write_bill
 from narrowgauge.cli._results import REPORT, set_aside
+from narrowgauge.recipes import FittedRecipe
 from narrowgauge.trainers import Comparison, presets
 from narrowgauge.trainers._build import plain_model
 from narrowgauge.trainers._data import Opened, open_task
@@ -81,7 +82,7 @@ def fit(options: FitOptions, words: Sequence[str]) -> int:
     return 0
 
 
-def _chosen(work: _Work, display: Display, asked: Sequence[int]) -> Any:
+def _chosen(work: _Work, display: Display, asked: Sequence[int]) -> FittedRecipe:
     """The recipe that is fitted to the model; a UsageError for a limit that nothing meets."""
     options = work.options
 
@@ -157,7 +158,7 @@ class _Work:
         return divided(examples, math.ceil(count(examples) / size))
 
 
-def _verify(work: _Work, recipe: Any, command: str) -> Comparison | None:
+def _verify(work: _Work, recipe: FittedRecipe, command: str) -> Comparison | None:
     """Train with the choice and with D, from the same weights on the same batches, and write what `compare` writes.
 
     Returns:
@@ -208,9 +209,9 @@ def difference(results: dict[str, Any], steps: int) -> str:
         )
     what = f"Checked: after {steps:,} steps the validation loss of the choice minus that of {MIXED} is"
     if between["spread"] is None:
-        return f"{what} {between['mean']:+.4f}. With one seed no spread is known."
+        return f"{what} {between['mean']:+.5f}. With one seed no spread is known."
     return (
-        f"{what} {between['mean']:+.4f} ± {between['spread']:.4f} over {between['pairs']} seeds: the mean of the "
+        f"{what} {between['mean']:+.5f} ± {between['spread']:.5f} over {between['pairs']} seeds: the mean of the "
         "differences of each seed, and their standard deviation."
     )
 

@@ -88,7 +88,7 @@ class FitOptions(TrainSettings):
 
     @property
     def limit(self) -> dict[str, Any]:
-        """The limit, as `recipes.fit` takes it."""
+        """The limit, as `recipes.fit` takes it; it has a default."""
         if self.memory is not None:
             return {"memory": self.memory}
         if self.bytes is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,16 @@ from typing import Any
 from markupsafe import Markup
 
 from narrowgauge import recipes
-from narrowgauge.cli._charts import INK, MUTED, PALETTE, SERIES, LineStyle, page_figure, printable
+from narrowgauge.cli._charts import INK, MUTED, PALETTE, SERIES, page_figure, printable
 from narrowgauge.cli._report._page import MISSING, Table, definitions, write_page
 from narrowgauge.cli._report._run_drawing import short
-from narrowgauge.recipes._fitted import Choice, Computed, FittedRecipe, Kept
+from narrowgauge.recipes import FittedRecipe
+from narrowgauge.recipes._choices import Choice, Computed, Kept
 
 # What the bill is set beside: mixed precision, and the narrow recipe that is chosen without a measurement.
 MIXED, NARROW = "D", "adamw8bit-split8"
 _BARS, _SMALL = 24, 0.005  # groups that have a row in the figure, and the least share of the elements for one
-_LEAST, _MOST = 1e-4, 2.2  # ends of the noise's scale
+_LEAST, _MOST = 1e-3, 2.2  # ends of the noise's scale
 
 _WEIGHTS = {
     "plain": "the weight alone, in the format that the model computes in",
@@ -59,7 +60,7 @@ def write_bill(
         commands: what to type next.
     """
     choices = sorted(recipe.choices, key=lambda choice: -choice.elements)
-    colors = _colors(choices)
+    bars = list(_bars(choices))
     write_page(
         path,
         "bill.html.j2",
@@ -68,9 +69,9 @@ def write_bill(
         checked=checked,
         checked_page=checked_page,
         commands=commands,
-        figure=_figure(list(_bars(choices, colors)), recipe.facts.get("tolerance")),
-        legend={way: LineStyle(color, (), 8.0) for way, color in colors.items()},
-        tolerance=recipe.facts.get("tolerance"),
+        figure=_figure(bars, recipe.facts.get("tolerance")),
+        legend={bar.way: bar.color for bar in bars},
+        tolerance=None if (share := recipe.facts.get("tolerance")) is None else percent(share),
         choices=[_row(choice, recipe) for choice in choices],
         total=_total(recipe),
         layers=_layers(recipe),
@@ -80,26 +81,21 @@ def write_bill(
 
 
 def summary(recipe: FittedRecipe) -> str:
-    """The result in a sentence."""
+    """The result in a sentence, and the limit."""
     whole, eight = (recipes.get(name).bytes_per_parameter() for name in (MIXED, NARROW))
-    kept, noise, tolerance = mean_bytes(recipe.choices), mean_noise(recipe.choices), recipe.facts.get("tolerance")
+    bill = recipe.bill()
     text = (
-        f"Training this model takes {kept:.2f} bytes a parameter, where fp32 master weights and moments ({MIXED}) "
-        f"take {whole:.2f} and {NARROW} takes {eight:.2f}; rounding adds {percent(noise)} of the noise that the "
-        "gradient itself adds"
+        f"Training this model takes {bill.bytes:.2f} bytes a parameter, where fp32 master weights and moments "
+        f"({MIXED}) take {whole:.2f} and {NARROW} takes {eight:.2f}; rounding adds {percent(bill.noise)} of the "
+        "noise that the gradient itself adds"
     )
-    return f"{text}." if tolerance is None else f"{text}, and {percent(tolerance)} is tolerated."
+    limit = recipe.facts.get("limit")
+    return f"{text}." if limit is None else f"{text}. The limit: {limit}."
 
 
 def mean_bytes(choices: Sequence[Choice]) -> float:
     """Bytes a parameter, over all groups."""
     return sum(c.elements * c.chosen.bytes for c in choices) / sum(c.elements for c in choices)
-
-
-def mean_noise(choices: Sequence[Choice]) -> float:
-    """The noise of all groups together: the root of the mean of its squares over all numbers."""
-    squares = sum(c.elements * c.chosen.noise**2 for c in choices)
-    return math.sqrt(squares / sum(c.elements for c in choices))
 
 
 def way(kept: Kept) -> str:
@@ -117,38 +113,33 @@ def percent(share: float) -> str:
     return f"{value:,.0f}\u00a0%" if value >= 100 else f"{float(f'{value:.2g}'):.6g}\u00a0%"
 
 
-def _colors(choices: Sequence[Choice]) -> dict[str, str]:
-    """A variable of the palette for each way to keep parameters, the narrowest first."""
-    ways = {way(c.chosen): c.chosen.bytes for c in choices}
-    return {each: SERIES[n % len(SERIES)] for n, each in enumerate(sorted(ways, key=lambda w: (ways[w], w)))}
-
-
 @dataclass(frozen=True)
 class _Bar:
-    """A row of the figure: a group, or all groups that are too small for a row."""
+    """A row of the figure: a group, or all that are too small for a row. `color` is a name of the palette."""
 
     name: str
+    way: str
+    color: str
     bytes: float
     noise: float
     narrower: float | None
-    color: str
 
 
-def _bars(choices: Sequence[Choice], colors: Mapping[str, str]) -> Iterator[_Bar]:
+def _bars(choices: Sequence[Choice]) -> Iterator[_Bar]:
     """The rows of the figure: groups with their shares of all elements, then the small ones together."""
     whole = sum(choice.elements for choice in choices)
     large = [c for c in choices if c.elements >= _SMALL * whole][:_BARS]
-    names = short([printable(_names(c)) for c in large])
-    for name, c in zip(names, large, strict=True):
-        narrower = None if c.narrower is None else c.narrower.noise
+    # A color for each way, the narrowest first.
+    ways = dict.fromkeys(way(c.chosen) for c in sorted(large, key=lambda c: c.chosen.bytes))
+    colors = {name: SERIES[number % len(SERIES)] for number, name in enumerate(ways)}
+    for name, c in zip(short([printable(_names(c)) for c in large]), large, strict=True):
+        how, narrower = way(c.chosen), None if c.narrower is None else c.narrower.noise
         share = percent(c.elements / whole)
-        yield _Bar(f"{name} ({share})", c.chosen.bytes, c.chosen.noise, narrower, PALETTE[colors[way(c.chosen)]][0])
+        yield _Bar(f"{name} ({share})", how, colors[how], c.chosen.bytes, c.chosen.noise, narrower)
     if rest := [c for c in choices if c not in large]:
         share = percent(sum(c.elements for c in rest) / whole)
-        ways = {way(c.chosen) for c in rest}
-        color = PALETTE[colors[ways.pop()]][0] if len(ways) == 1 else MUTED
         name = f"{len(rest)} smaller group{'s together' if len(rest) > 1 else ''} ({share})"
-        yield _Bar(name, mean_bytes(rest), max(c.chosen.noise for c in rest), None, color)
+        yield _Bar(name, "small groups", "muted", mean_bytes(rest), max(c.chosen.noise for c in rest), None)
 
 
 def _figure(bars: Sequence[_Bar], tolerance: float | None) -> Markup:
@@ -161,20 +152,20 @@ def _figure(bars: Sequence[_Bar], tolerance: float | None) -> Markup:
         right.set_xscale("log")
         for row, bar in enumerate(bars):
             left.text(0, row - 0.27, bar.name, va="bottom", fontsize=13, color=INK, zorder=5)
-            left.barh(row, bar.bytes, 0.42, color=bar.color)
+            left.barh(row, bar.bytes, 0.42, color=PALETTE[bar.color][0])
             spot: dict[str, Any] = {"textcoords": "offset points", "va": "center", "color": INK, "fontsize": 13}
-            left.annotate(f"{bar.bytes:.4g}", (bar.bytes, row), (5, 0), **spot)
+            left.annotate(f"{bar.bytes:.2f}", (bar.bytes, row), (5, 0), **spot)
             if bar.narrower is not None:
                 ends = [_place(bar.noise), _place(bar.narrower)]
                 right.plot(ends, [row, row], color=MUTED, linewidth=1, zorder=2)
                 right.plot(ends[1], row, "o", color=MUTED, markersize=7, markerfacecolor="none", zorder=3)
-            right.plot(_place(bar.noise), row, "o", color=bar.color, markersize=8, zorder=4)
+            right.plot(_place(bar.noise), row, "o", color=PALETTE[bar.color][0], markersize=8, zorder=4)
         left.axvline(whole, color=MUTED, linewidth=1.2, linestyle=(0, (4, 2)), zorder=0)
         left.set(xlim=(0, 1.16 * max([whole, *(bar.bytes for bar in bars)])), yticks=[], xticks=[0, 4, 8, 12, 16])
         left.set_ylim(len(bars) - 0.45, -0.85)
         left.set_title("bytes a parameter", color=INK)
         right.set(xlim=(_LEAST / 1.6, 3.0))
-        right.set_xticks([1e-4, 1e-3, 1e-2, 1e-1, 1], ["0.01", "0.1", "1", "10", "100"])
+        right.set_xticks([1e-3, 1e-2, 1e-1, 1], ["0.1", "1", "10", "100"])
         right.minorticks_off()
         right.set_title("noise, %", color=INK)
         if tolerance is not None:
@@ -204,7 +195,7 @@ def _cell(kept: Kept | None) -> tuple[str, str]:
     """How parameters are kept, and what that costs."""
     if kept is None:
         return MISSING, ""
-    costs = [f"{kept.bytes:.4g} bytes", f"{percent(kept.noise)} noise"]
+    costs = [f"{kept.bytes:.2f} bytes", f"{percent(kept.noise)} noise"]
     return way(kept), ", ".join([*costs, *([] if kept.ms is None else [f"{kept.ms:.3g}\u00a0ms"])])
 
 
@@ -223,12 +214,10 @@ def _row(choice: Choice, recipe: FittedRecipe) -> dict[str, Any]:
 
 def _total(recipe: FittedRecipe) -> dict[str, Any]:
     """All groups together."""
-    costs = [f"{mean_bytes(recipe.choices):.2f} bytes", f"{percent(mean_noise(recipe.choices))} noise"]
-    times = [choice.chosen.ms for choice in recipe.choices]
-    known = [each for each in times if each is not None]
-    if len(known) == len(times):
-        costs.append(f"{sum(known):.3g}\u00a0ms")
-    return {"size": f"{sum(choice.elements for choice in recipe.choices):,}", "costs": ", ".join(costs)}
+    bill = recipe.bill()
+    time = [] if bill.ms is None else [f"{bill.ms:.3g}\u00a0ms"]
+    costs = ", ".join([f"{bill.bytes:.2f} bytes", f"{percent(bill.noise)} noise", *time])
+    return {"size": f"{bill.elements:,}", "costs": costs}
 
 
 def _layers(recipe: FittedRecipe) -> Table:
