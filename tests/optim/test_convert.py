@@ -1,4 +1,4 @@
-"""One parameter of a group kept otherwise: its state follows, its neighbors keep theirs, checkpoints bring it back."""
+"""One parameter of a group kept otherwise: its state follows, others keep theirs, checkpoints bring it back."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
     with pytest.raises(ValueError, match="p must be a parameter of the optimizer"):
         optimizer.convert(torch.zeros(3), m="log8")
     wide = torch.nn.Parameter(torch.zeros(8, 8))
-    with pytest.raises(ValueError, match="weights must be a storage for torch.float32"):
+    with pytest.raises(ValueError, match=r"weights must be a storage for torch\.float32"):
         AdamW([wide]).convert(wide, weights="split8")
     assert optimizer.param_groups[0] == before
     saved = optimizer.state_dict()
