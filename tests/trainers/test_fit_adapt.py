@@ -44,6 +44,11 @@ def test_a_run_without_crossings_is_the_run_without_adapt(small: TrainSettings, 
     assert losses[0] == losses[1]
     a, b = weights(tmp_path / "True"), weights(tmp_path / "False")
     assert all(torch.equal(a[name], b[name]) for name in a)
+    gauged = [
+        [{**record, "seconds": 0} for record in read_records(tmp_path / f"{adapt}")[1:]] for adapt in (True, False)
+    ]
+    assert gauged[0] == gauged[1]
+    assert {"update", "step"} <= {record["kind"] for record in gauged[0]}
 
 
 def test_a_run_may_begin_to_adapt_where_it_goes_on(small: TrainSettings, tmp_path: Path) -> None:
