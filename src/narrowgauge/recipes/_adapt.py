@@ -33,6 +33,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -233,7 +234,9 @@ class Adapt:
         quality = self._qualities([*storages, *multiplies])
         for (name, what), (was, becomes) in storages.items():
             if (found := self._crossed((name, what), quality)) is not None:
-                self._optimizer.convert(self._parameters[name], **{what: becomes})
+                with warnings.catch_warnings():  # that what was already lost stays lost
+                    warnings.filterwarnings("ignore", "param_groups: dropped", UserWarning)
+                    self._optimizer.convert(self._parameters[name], **{what: becomes})
                 self._changed(name, what, was, becomes, found)
         for name, layer in layers.items():
             crossed = [self._crossed((name, what), quality) for what in MULTIPLIES]
