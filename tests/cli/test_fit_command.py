@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -248,6 +249,11 @@ def test_a_check_without_losses_or_with_one_seed_says_so(
     assert difference(results, 300).endswith("is -0.00312. With one seed no spread is known.")
 
 
+def drawn(source: str) -> set[str]:
+    """Names in the picture, without their shares."""
+    return set(re.findall(r">([^<>]*) \([^<>()]*%\)<", source[source.index("<svg") :]))
+
+
 def test_the_page_has_the_numbers_of_the_recipe(tmp_path: Path) -> None:
     sample = recipe()
     write_bill(sample, tmp_path / "bill.html", commands=["narrowgauge train --recipe <here>"])
@@ -272,20 +278,24 @@ def test_the_page_has_the_numbers_of_the_recipe(tmp_path: Path) -> None:
     assert "kahan" not in page.text
     assert "lr 0.0006" in page.text
     assert "narrowgauge train --recipe <here>" in page.text
-    drawn = source[source.index("<svg") : source.index("</svg>")]
-    assert "wte.weight (31\u00a0%)" in drawn
-    assert "9 smaller groups together (0.18\u00a0%)" in drawn
+    assert {"wte.weight", "h.*.mlp.c_proj.weight", "9 smaller groups together"} <= drawn(source)
     assert "<script" not in source
 
 
 def test_a_page_without_layers_tolerance_times_and_with_numbers_that_are_not_finite(tmp_path: Path) -> None:
     lost = kept("plain", {"m": "bf16", "v": "factored"}, 8.0, float("inf"))
-    choice = Choice(("a<b>.weight",), 1, 5000, lost, None, lost, "the only one")
-    write_bill(replace(recipe(tolerance=None), choices=(choice,), layers=()), tmp_path / "bill.html")
+    choice = Choice(("a<b>.weight",), 1, 5000, lost, None, lost, "the only one", (float("nan"), 0.5))
+    long = [f"{tower}_model.encoder.layers.*.self_attn.out_proj.weight" for tower in ("vision", "text")]
+    more = [replace(choice, parameters=(name,), narrower=lost) for name in long]
+    write_bill(replace(recipe(tolerance=None), choices=(choice, *more), layers=()), tmp_path / "bill.html")
     source = (tmp_path / "bill.html").read_text()
     page = Page(source)
     assert "tolerance, " not in page.text
     assert "The linear layers" not in page.text
     assert "What to type next" not in page.text
     assert "more than 1,000,000 % noise" in page.text
+    assert "not known to 50 %" in page.text
+    towers = {name for name in drawn(source) if name.endswith("_attn.out_proj.weight")}
+    assert {name.partition("…")[0] for name in towers} == {"vision_model", "text_model"}
+    assert {len(name) for name in towers} == {34}
     assert page.rows[1][0].startswith("a<b>.weight")

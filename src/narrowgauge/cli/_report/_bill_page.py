@@ -18,13 +18,14 @@ from markupsafe import Markup
 from narrowgauge import recipes
 from narrowgauge.cli._charts import INK, MUTED, PALETTE, SERIES, page_figure, printable
 from narrowgauge.cli._report._page import MISSING, Table, definitions, write_page
-from narrowgauge.cli._report._run_drawing import short
+from narrowgauge.cli._report._run_drawing import without_common
 from narrowgauge.recipes import FittedRecipe
 from narrowgauge.recipes._choices import Choice, Computed, Kept
 
 # What the bill is set beside: mixed precision, and the narrow recipe that is chosen without a measurement.
 MIXED, NARROW = "D", "adamw8bit-split8"
 _BARS, _SMALL = 24, 0.005  # groups that have a row in the figure, and the least share of the elements for one
+_LABEL = 34  # letters of a name in the figure
 _LEAST, _MOST = 1e-3, 2.2  # ends of the noise's scale
 
 _WEIGHTS = {
@@ -107,7 +108,9 @@ def way(kept: Kept) -> str:
 
 def percent(share: float) -> str:
     """A share with two digits that count; the number and its sign stay on one line."""
-    if not share <= 1e4:
+    if math.isnan(share):
+        return "not known"
+    if share > 1e4:
         return "more than 1,000,000\u00a0%"
     value = 100 * share
     return f"{value:,.0f}\u00a0%" if value >= 100 else f"{float(f'{value:.2g}'):.6g}\u00a0%"
@@ -132,7 +135,7 @@ def _bars(choices: Sequence[Choice]) -> Iterator[_Bar]:
     # A color for each way, the narrowest first.
     ways = dict.fromkeys(way(c.chosen) for c in sorted(large, key=lambda c: c.chosen.bytes))
     colors = {name: SERIES[number % len(SERIES)] for number, name in enumerate(ways)}
-    for name, c in zip(short([printable(_names(c)) for c in large]), large, strict=True):
+    for name, c in zip(_labels(large), large, strict=True):
         how, narrower = way(c.chosen), None if c.narrower is None else c.narrower.noise
         share = percent(c.elements / whole)
         yield _Bar(f"{name} ({share})", how, colors[how], c.chosen.bytes, c.chosen.noise, narrower)
@@ -181,9 +184,17 @@ def _place(noise: float) -> float:
     return _MOST if math.isnan(noise) else min(max(noise, _LEAST), _MOST)
 
 
-def _names(choice: Choice) -> str:
-    more = len(choice.parameters) - 1
-    return choice.parameters[0] + (f" and {more} more" if more else "")
+def _labels(choices: Sequence[Choice]) -> list[str]:
+    """Names of groups, of which the middle is left out where they are long: towers and parts of blocks stay."""
+    found = []
+    for name, choice in zip(without_common([c.parameters[0] for c in choices]), choices, strict=True):
+        head, more = name.partition(".")[0], len(choice.parameters) - 1
+        room = _LABEL - (len(f" and {more} more") if more else 0)
+        if len(name) > room:
+            head = head[: room // 2]
+            name = f"{head}…{name[len(head) + 1 - room :]}"
+        found.append(printable(name) + (f" and {more} more" if more else ""))
+    return found
 
 
 def _breakable(name: str) -> Markup:

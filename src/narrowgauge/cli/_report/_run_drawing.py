@@ -94,12 +94,16 @@ def grid(history: History, kind: str, field: str, target: float) -> Grid | None:
 
 def short(names: Sequence[str]) -> list[str]:
     """Names as labels: without the parts that all have in front, the end of what is still too long."""
+    return [label if len(label) <= LABEL else "…" + label[1 - LABEL :] for label in without_common(names)]
+
+
+def without_common(names: Sequence[str]) -> list[str]:
+    """Names without the parts that all have in front."""
     parts = [name.split(".") for name in names]
     common = 0
     while len(names) > 1 and all(len(p) > common + 1 and p[common] == parts[0][common] for p in parts):
         common += 1
-    labels = [".".join(p[common:]) for p in parts]
-    return [label if len(label) <= LABEL else "…" + label[1 - LABEL :] for label in labels]
+    return [".".join(p[common:]) for p in parts]
 
 
 def curve(axis: Any, series: Series, look: LineStyle, smoothed: bool = False) -> None:
