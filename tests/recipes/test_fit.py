@@ -155,10 +155,10 @@ def replayed(one: Sample, rate: Callable[[int], float], steps: int = 200, **opti
 
 def test_exact_words_add_nothing_and_bf16_alone_loses_small_steps() -> None:
     replay = replayed(sample(scale=1.0), lambda number: 1e-5)
-    found, lost = replay.shares("split", "fp32")
+    found, lost = replay.shares("split", "fp32", counting=True)
     assert found["w"] < 1e-3
     assert lost["w"][0] < 0.01
-    found, lost = replay.shares("plain", "fp32")
+    found, lost = replay.shares("plain", "fp32", counting=True)
     assert found["w"] == pytest.approx(1, rel=0.1)  # it moves nowhere
     assert min(lost["w"]) > 0.99
 
@@ -166,7 +166,7 @@ def test_exact_words_add_nothing_and_bf16_alone_loses_small_steps() -> None:
 def test_the_last_quarter_counts_by_itself() -> None:
     falling = replayed(sample(), lambda number: 3e-3 if number <= 150 else 3e-6)
     steady = replayed(sample(), lambda number: 3e-3)
-    worst, lost = falling.shares("plain", "fp32")
+    worst, lost = falling.shares("plain", "fp32", counting=True)
     assert steady.shares("plain", "fp32")[0]["w"] < 0.3 < worst["w"]
     assert lost["w"][0] < 0.1 < 0.9 < lost["w"][1]
 

@@ -70,8 +70,8 @@ class Stream:
 
 @dataclass(frozen=True)
 class Played:
-    """What a replay did: by name, the displacement in each judged quarter, float64 (3, n), and the share of updates
-    that were lost at the highest rate and at the end.
+    """What a replay did: by name, the displacement in each judged quarter, float64 (3, n). If asked for, also the
+    share of updates that were lost at the highest rate and at the end.
     """
 
     moved: Mapping[str, Tensor]
@@ -126,13 +126,15 @@ class Replay:
         return name in self._small
 
     def play(
-        self, stream: Stream, weights: str | Mapping[str, str], states: States | Mapping[str, States]
-    ) -> Played:
+        self, stream: Stream, weights: str | Mapping[str, str], states: States | Mapping[str, States],
+        counting: bool = False,
+    ) -> Played:  # fmt: skip
         """Take the steps of a stream.
 
         Args:
             stream: the gradients and rates.
             weights, states: storages of all parameters. A mapping from the names of parameters gives each its own.
+            counting: whether to count lost updates, for which two steps are taken eagerly.
         """
         parameters = {s.name: nn.Parameter(s.weights.to(s.dtype)) for s in self._samples}
         groups = [
@@ -144,10 +146,10 @@ class Replay:
             for s in self._samples
         ]  # fmt: skip
         optimizer = self._make(_merged(groups), stream.rates[0])
-        looks = {max(range(len(stream.rates)), key=stream.rates.__getitem__): 0, len(stream.rates) - 1: 1}
+        counted = [max(range(len(stream.rates)), key=stream.rates.__getitem__), len(stream.rates) - 1]
+        shares: dict[int, dict[str, float]] = {}
         quarters = [len(stream.rates) * quarter // 4 for quarter in range(1, 5)]
         places: dict[str, list[Tensor]] = {s.name: [] for s in self._samples}
-        lost: dict[str, list[float]] = {s.name: [math.nan, math.nan] for s in self._samples}
         pairs = [(p, self._banks[name]) for name, p in parameters.items()]
         rows = zip(stream.recorded.tolist(), stream.signs.tolist(), stream.rates, strict=True)
         for number, (recorded, sign, rate) in enumerate(rows):
@@ -155,17 +157,17 @@ class Replay:
                 group["lr"] = rate
             for p, bank in pairs:
                 p.grad = bank[recorded][sign]
-            optimizer.gauges = number in looks
+            optimizer.gauges = counting and number in counted
             optimizer.step()
-            if number in looks:
-                for name, stats in optimizer.last_stats.items():
-                    lost[name][looks[number]] = stats.lost_updates
+            if optimizer.gauges:
+                shares[number] = {name: stats.lost_updates for name, stats in optimizer.last_stats.items()}
             if number + 1 in quarters:
                 wide = optimizer.full_weights()
                 for name, p in parameters.items():
                     places[name].append(wide[p].double())
         moved = {name: torch.stack(found).diff(dim=0) for name, found in places.items()}
-        return Played(moved, {name: (a, b) for name, (a, b) in lost.items()})
+        first, last = (shares.get(number, {}) for number in counted)
+        return Played(moved, {name: (first[name], last[name]) for name in last})
 
     def prepare(self, seconds: float, ways: int) -> None:
         """Choose how many steps are played, and play the references.
@@ -180,7 +182,7 @@ class Replay:
             begun = time.perf_counter()
             self.play(short, self.exact, states)
             times.append(time.perf_counter() - begun)
-        # Narrow moments take about twice as long.
+        # All is played twice, and narrow moments take up to twice as long.
         most = int(seconds / (4 * (ways + 1) * times[-1] / len(short.rates)))
         self.steps = min(self._steps, max(_LEAST_STEPS, min(_MOST_STEPS, most)))
         rates = [self._rate(1 + int((k + 0.5) * self._steps / self.steps)) for k in range(self.steps)]
@@ -188,14 +190,15 @@ class Replay:
         self._references = [self.play(stream, self.exact, "fp32") for stream in self._streams]
 
     def shares(
-        self, weights: str | Mapping[str, str], states: States | Mapping[str, States]
+        self, weights: str | Mapping[str, str], states: States | Mapping[str, States], counting: bool = False
     ) -> tuple[dict[str, float], Mapping[str, tuple[float, float]]]:
         """What storages add to each parameter, as a share of the gradient's noise; see the module.
 
         Returns:
-            (the shares by name, the share of updates lost at the highest rate and at the end by name).
+            (the shares by name; if `counting`, the share of updates lost at the highest rate and at the end).
         """
-        played = [self.play(stream, weights, states) for stream in self._streams]
+        first, second = self._streams
+        played = [self.play(first, weights, states, counting), self.play(second, weights, states)]
         return shares(self._references, played, self._steps / self.steps), played[0].lost
 
     def stepper(

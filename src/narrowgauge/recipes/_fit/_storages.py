@@ -61,10 +61,10 @@ class Measured:
         measured: dict[str, list[float]] = {name: [] for name in self._samples}
         for number, (weight, state) in enumerate(ways):
             progress("replaying", number / len(ways))
-            shares, lost = self._replay.shares(weight, state)
+            shares, lost = self._replay.shares(weight, state, counting=number == 0)  # of the narrowest weights
             for name, share in shares.items():
                 measured[name].append(share)
-            self._lost = lost if number == 0 else self._lost
+            self._lost = self._lost or lost
         for names in alike(measured, list(like_names(list(self._samples)).values())):
             self.groups.append(self._candidates(names, ways, measured))
 
@@ -158,11 +158,15 @@ class Measured:
         for number, (one, choice) in enumerate(zip(self.groups, made.choices, strict=True)):
             progress("timing steps", number / len(self.groups))
             now = replace(choice.chosen, noise=together[one.name])
-            ways = {"chosen": now, "narrower": choice.narrower, "wider": choice.wider}
+            # Measured by itself a wider way may seem no quieter than the choice does among all others.
+            wider = choice.wider if choice.wider and choice.wider.noise < now.noise else None
+            ways = {"chosen": now, "narrower": choice.narrower, "wider": wider}
             timed: dict[str, Any] = self._timed(
                 one, {name: kept for name, kept in ways.items() if kept is not None}, device
             )
-            choices.append(replace(choice, **timed, reason=self._reason(one, now, choice.narrower)))
+            choices.append(
+                replace(choice, **{"wider": None, **timed}, reason=self._reason(one, now, choice.narrower))
+            )
         noise = total_noise([(choice.elements, choice.chosen.noise) for choice in choices])
         return replace(made, choices=tuple(choices), facts={**made.facts, "noise": noise})
 
