@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from narrowgauge._text import listed
 from narrowgauge.optim._describe import as_text
 from narrowgauge.recipes._choices import Choice, Computed, Kept, LayerChoice
 from narrowgauge.recipes._recipe import Recipe
 
 _WIDTH = 110
+_NAME = 28  # characters of a name in a table
 # What the sum stands beside, by name: weights and states in bf16.
 _UNIFORM = {"adamw8bit-split8": ("split8", "log8"), "master": ("master", "fp32")}
 
@@ -69,59 +69,67 @@ class Bill:
     def __str__(self) -> str:
         facts = ", ".join(f"{name.replace('_', ' ')} {_fact(value)}" for name, value in self.facts.items())
         lines = [f"{self.recipe.name}: {self.recipe.title}", *_indented(facts), ""]
-        lines += _table(
-            ("parameters", "tensors", "elements", "weights", "states", "bytes", "noise", "ms"),
-            [(choice.parameters, self._why(choice), list(_kept_rows(choice))) for choice in self.choices],
+        rows: list[tuple[str, ...]] = [_kept_row(choice) for choice in self.choices]
+        rows.append(
+            ("in all", f"{self.elements:,}", "", f"{self.bytes:.2f}", _percent(self.noise), _ms(self.ms), "", "")
         )
+        rows += [(name, "", "", f"{size:.2f}", *[""] * 4) for name, size in self.uniform().items()]
+        lines += [as_text((*_KEPT, *_COSTS), rows), "", *textwrap.wrap(_NOTE, _WIDTH)]
         if self.layers:
-            lines += ["", *_table(
-                ("layers", "count", "plan", "noise of its multiplies", "share", "ms"),
-                [(layer.layers, layer.reason, list(_computed_rows(layer))) for layer in self.layers],
-            )]  # fmt: skip
-        rows = [(self.recipe.name, f"{self.bytes:.2f}", _percent(self.noise), _ms(self.ms))]
-        rows += [(name, f"{size:.2f}", "", "") for name, size in self.uniform().items()]
-        return "\n".join([*lines, "", as_text(("in all", "bytes", "noise", "ms"), rows)])
-
-    def _why(self, choice: Choice) -> str:
-        if choice.lost is None:
-            return choice.reason
-        highest, end = map(_percent, choice.lost)
-        return f"{choice.reason}; plain bf16 loses {highest} of the updates at the highest rate, {end} at the end"
+            lines += ["", as_text((*_COMPUTED, *_COSTS), [_computed_row(layer) for layer in self.layers])]
+        return "\n".join(lines)
 
 
-_Rows = list[tuple[str, ...]]
+_KEPT = ("parameters", "elements", "weights, moments", "bytes", "noise")
+_COMPUTED = ("layers", "plan", "errors of its products", "of the noise")
+_COSTS = ("ms", "the next narrower", "the next wider")
+_NOTE = (
+    "bytes: weight, gradient and moments of a parameter. noise: what rounding adds over the run, as a share of "
+    "what the gradient's noise adds. ms: of an optimizer step. Why each was chosen: optimizer.describe(), or the page."
+)
 
 
-def _table(head: tuple[str, ...], groups: Sequence[tuple[tuple[str, ...], str, _Rows]]) -> list[str]:
-    """A table whose groups of rows begin with their names, and end with their reason."""
-    top, dashes, *lines = as_text(head, [row for _, _, rows in groups for row in rows]).split("\n")
-    found, left = [top, dashes], iter(lines)
-    for names, reason, rows in groups:
-        found += textwrap.wrap(listed(names, most=2), _WIDTH)
-        found += [next(left) for _ in rows]
-        found += _indented(reason)
-    return found
+def _kept_row(choice: Choice) -> tuple[str, ...]:
+    kept = choice.chosen
+    return (
+        _named(choice.parameters, choice.tensors), f"{choice.elements:,}", _storages(kept), f"{kept.bytes:.2f}",
+        _percent(kept.noise), _ms(kept.ms), *(_neighbor(each) for each in (choice.narrower, choice.wider)),
+    )  # fmt: skip
 
 
-def _kept_rows(choice: Choice) -> Iterator[tuple[str, ...]]:
-    counts = f"{choice.tensors:,}", f"{choice.elements:,}"
-    for name in ("chosen", "narrower", "wider"):
-        kept: Kept | None = getattr(choice, name)
-        if kept is not None:
-            states = " ".join(f"{slot}:{storage}" for slot, storage in kept.states.items())
-            yield (
-                f"  {name}", *(counts if name == "chosen" else ("", "")), kept.weights, states, f"{kept.bytes:.2f}",
-                _percent(kept.noise), _ms(kept.ms),
-            )  # fmt: skip
+def _storages(kept: Kept) -> str:
+    """Weights and moments, such as "split8, log4 log8"."""
+    names = list(kept.states.values())
+    return f"{kept.weights}, {' '.join(names[:1] if len(set(names)) == 1 else names)}"
 
 
-def _computed_rows(layer: LayerChoice) -> Iterator[tuple[str, ...]]:
-    for name in ("chosen", "narrower", "wider"):
-        how: Computed | None = getattr(layer, name)
-        if how is not None:
-            noise = ", ".join(f"{multiply} {_percent(share)}" for multiply, share in how.noise.items())
-            count = f"{layer.count:,}" if name == "chosen" else ""
-            yield f"  {name}", count, how.plan.title, noise, _percent(how.share), _ms(how.ms)
+def _neighbor(kept: Kept | None) -> str:
+    if kept is None:
+        return ""
+    time = "" if kept.ms is None else f", {_ms(kept.ms)} ms"
+    return f"{_storages(kept)}: {kept.bytes:.2f} B, {_percent(kept.noise)}{time}"
+
+
+def _computed_row(layer: LayerChoice) -> tuple[str, ...]:
+    how = layer.chosen
+    errors = ", ".join(_percent(share) for share in how.noise.values())
+    return (
+        _named(layer.layers, layer.count), how.plan.title, errors, _percent(how.share), _ms(how.ms),
+        *(_other_plan(each) for each in (layer.narrower, layer.wider)),
+    )  # fmt: skip
+
+
+def _other_plan(how: Computed | None) -> str:
+    if how is None:
+        return ""
+    time = "" if how.ms is None else f", {_ms(how.ms)} ms"
+    return f"{how.plan.title}: {_percent(how.share)}{time}"
+
+
+def _named(names: Sequence[str], count: int) -> str:
+    """The first name, its beginning cut off if it is long, and how many there are."""
+    first = names[0] if len(names[0]) <= _NAME else f"…{names[0][-_NAME:]}"
+    return first if count == 1 else f"{first} ({count})"
 
 
 def _indented(text: str) -> list[str]:
