@@ -85,7 +85,8 @@ _COMPUTED = ("layers", "plan", "errors of its products", "of the noise")
 _COSTS = ("ms", "the next narrower", "the next wider")
 _NOTE = (
     "bytes: weight, gradient and moments of a parameter. noise: what rounding adds over the run, as a share of "
-    "what the gradient's noise adds. ms: of an optimizer step. Why each was chosen: optimizer.describe(), or the page."
+    "what the gradient's noise adds. ms: of an optimizer step. "
+    "Why each was chosen: optimizer.describe(), or the page."
 )
 
 
