@@ -32,7 +32,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     quicken()
 
-from narrowgauge.kernels import _c_library  # noqa: E402
+from narrowgauge.kernels import _c_library
 
 # The same examples on every machine and at every run, and no clock in the verdict. A search for new examples is
 # one option away: --hypothesis-profile=explore.
@@ -40,7 +40,7 @@ settings.register_profile("fixed", deadline=None, derandomize=True, suppress_hea
 settings.register_profile("explore", deadline=None, max_examples=2000, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fixed")
 if hasattr(providers, "_get_local_constants"):
-    # Examples from constants of modules that happen to be loaded are others for each worker; reading them takes long.
+    # Examples from constants of modules that happen to be loaded differ by worker, and reading them takes seconds.
     providers._get_local_constants = lambda: providers._local_constants
 # Collecting makes a million objects that stay: they are not looked through for garbage, then and later.
 gc.disable()

@@ -99,7 +99,9 @@ def _shorten_calls(interpreter: Any, core: Any) -> None:
     third of the time of kernels with random numbers. Two numbers or blocks of one shape and one wide dtype need no
     other shape or dtype, and are looked at for it three times.
     """
-    if not all(hasattr(interpreter, name) for name in ("interpreter_builder", "interpreter_semantic", "_patch_attr")):
+    if not all(
+        hasattr(interpreter, name) for name in ("interpreter_builder", "interpreter_semantic", "_patch_attr")
+    ):
         return
     builder, semantic = interpreter.interpreter_builder, interpreter.interpreter_semantic
     if not builder.options.debug:
