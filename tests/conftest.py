@@ -113,9 +113,11 @@ def _read_headers(folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         header.write_text("".join(f"#include <{name}.h>\n" for name in ("math", "stdint", "string", "immintrin")))
         flags = [*_c_library._FLAGS, *_c_library._processor_flags()[0], "-x", "c-header"]
-        made = subprocess.run(["cc", *flags, str(header), "-o", str(read)], capture_output=True, check=False)
-        if made.returncode:
-            return
+        with tempfile.TemporaryDirectory(dir=folder) as made:
+            command = ["cc", *flags, str(header), "-o", f"{made}/{read.name}"]
+            if subprocess.run(command, capture_output=True, check=False).returncode:
+                return
+            os.replace(f"{made}/{read.name}", read)
     os.environ["CC"] = shlex.join(["cc", "-include", str(header)])
 
 
