@@ -185,7 +185,8 @@ THINNED = (
     "test_states_become_what_a_checkpoint_would_become", "test_low_words_become_what_a_checkpoints_would_become",
     "test_what_a_rule_says_a_moment_will_still_do_it_does", "test_how_far_from_fp32_states_it_ends",
     "test_a_run_is_the_one_without_and_goes_on", "test_a_trace_is_what_a_real_step_takes",
-    "test_played_is_the_long_way", "test_every_plan_on_kernels_is_the_papers",
+    "test_played_is_the_long_way", "test_every_plan_on_kernels_is_the_papers", "test_states_of_others",
+    "test_torchs_scaler",
 )  # fmt: skip
 
 
