@@ -8,6 +8,8 @@ RUN    := $(BIN)/python -m
 ARGS   ?=
 OUT    ?= runs/compare
 JOBS   ?= 2
+# Compiled tests are kept beside them: rewriting their asserts takes each process ten seconds.
+unexport PYTHONDONTWRITEBYTECODE
 # What test-quick leaves out are whole programs (the command line, trainings, studies, several processes) and long runs.
 QUICK  := tests/formats tests/storage tests/kernels tests/optim tests/linear tests/nn tests/scaling tests/gauges \
           tests/test_import_table.py tests/test_recipes.py tests/test_pairwise.py tests/test_isolation.py \

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import multiprocessing
 import os
+import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 import pairwise
 from forked import START
@@ -28,11 +32,18 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     quicken()
 
+from narrowgauge.kernels import _c_library
+
 # The same examples on every machine and at every run, and no clock in the verdict. A search for new examples is
 # one option away: --hypothesis-profile=explore.
 settings.register_profile("fixed", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", deadline=None, max_examples=2000, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fixed")
+if hasattr(providers, "_get_local_constants"):
+    # Examples from constants of modules that happen to be loaded differ by worker, and reading them takes seconds.
+    providers._get_local_constants = lambda: providers._local_constants
+# Collecting makes a million objects that stay: they are not looked through for garbage, then and later.
+gc.disable()
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # The workers share the cores already; more threads in each would only wait for one another.
@@ -49,6 +60,15 @@ def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers have the environment of the process that starts them
         _isolate(config)
     sys.addaudithook(_refuse)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or nanobind finds its objects there at the end, and says so
 
 
 def _isolate(config: pytest.Config) -> None:
@@ -75,6 +95,30 @@ def _isolate(config: pytest.Config) -> None:
     }  # fmt: skip
     if not list((cache / "fonts").glob("fontlist*")) and importlib.util.find_spec("matplotlib"):
         subprocess.run([sys.executable, "-c", OWN_FONTS], check=True)
+    _read_headers(cache / "headers")
+
+
+def _read_headers(folder: Path) -> None:
+    """Have gcc read the headers of compiled steps once: that is two fifths of compiling a step.
+
+    What gcc makes of a step is the same, byte for byte. Where its flags or version are others it reads the headers.
+    """
+    header, read = folder / "steps.h", folder / "steps.h.gch"
+    if "CC" in os.environ or shutil.which("cc") is None:
+        return
+    said = subprocess.run(["cc", "--version"], capture_output=True, text=True, check=False).stdout
+    if "Free Software Foundation" not in said or platform.machine() != "x86_64":
+        return
+    if not read.exists():
+        folder.mkdir(exist_ok=True)
+        header.write_text("".join(f"#include <{name}.h>\n" for name in ("math", "stdint", "string", "immintrin")))
+        flags = [*_c_library._FLAGS, *_c_library._processor_flags()[0], "-x", "c-header"]
+        with tempfile.TemporaryDirectory(dir=folder) as made:
+            command = ["cc", *flags, str(header), "-o", f"{made}/{read.name}"]
+            if subprocess.run(command, capture_output=True, check=False).returncode:
+                return
+            os.replace(f"{made}/{read.name}", read)
+    os.environ["CC"] = shlex.join(["cc", "-include", str(header)])
 
 
 # The list of fonts that matplotlib keeps, with none but its own.
@@ -141,7 +185,8 @@ THINNED = (
     "test_states_become_what_a_checkpoint_would_become", "test_low_words_become_what_a_checkpoints_would_become",
     "test_what_a_rule_says_a_moment_will_still_do_it_does", "test_how_far_from_fp32_states_it_ends",
     "test_a_run_is_the_one_without_and_goes_on", "test_a_trace_is_what_a_real_step_takes",
-    "test_played_is_the_long_way", "test_every_plan_on_kernels_is_the_papers",
+    "test_played_is_the_long_way", "test_every_plan_on_kernels_is_the_papers", "test_states_of_others",
+    "test_torchs_scaler",
 )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +26,12 @@ def quicken() -> None:
     plain: Callable[[Any], Any] = interpreter._patch_lang
     modules = (language, language.core)
 
+    @functools.cache
+    def seen_by(fn: Any) -> list[Any]:
+        return [module for module in modules if any(value is module for value in fn.__globals__.values())]
+
     def patch_lang(fn: Any) -> Any:
-        seen = [module for module in modules if any(value is module for value in fn.__globals__.values())]
+        seen = seen_by(fn)
         # What is patched is no builtin of the language any more, until the launch gives it back.
         if seen and not any(language.core.is_builtin(module.load) for module in seen):
             return interpreter._LangPatchScope()
@@ -45,6 +51,7 @@ def quicken() -> None:
     interpreter._patch_lang = patch_lang
     interpreter._get_np_dtype = numpy_dtype
     _share_types(language.core)
+    _shorten_calls(interpreter, language.core)
 
 
 def _share_types(core: Any) -> None:
@@ -83,3 +90,44 @@ def _share_types(core: Any) -> None:
     if vars(tensor(None, one)).keys() != {"handle", "shape", "numel", "type", "dtype"}:
         return
     block.__init__, tensor.__init__, scalar.__eq__ = make_block, make_tensor, equal
+
+
+def _shorten_calls(interpreter: Any, core: Any) -> None:
+    """Go from an operation to numpy with less on the way.
+
+    Integers are added as integers of 64 bits once more, to find overflow, of which only debugging tells; that is a
+    third of the time of kernels with random numbers. Two numbers or blocks of one shape and one wide dtype need no
+    other shape or dtype, and are looked at for it three times.
+    """
+    if not all(
+        hasattr(interpreter, name) for name in ("interpreter_builder", "interpreter_semantic", "_patch_attr")
+    ):
+        return
+    builder, semantic = interpreter.interpreter_builder, interpreter.interpreter_semantic
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+    wrapper = core.builtin(lambda: None).__code__  # asks for the keyword that is given below
+
+    def patch_attr(obj: Any, name: str, member: Any, _: Any, scope: Any) -> None:
+        inner = member.__wrapped__ if getattr(member, "__code__", None) is wrapper else member
+
+        def call(*given: Any, **named: Any) -> Any:
+            named["_semantic"] = semantic
+            return inner(*given, **named)
+
+        scope.set_attr(obj, name, call)
+
+    interpreter._patch_attr = patch_attr
+    plain = type(semantic).binary_op_type_checking_impl
+    wide, block = {"fp32", "fp64", "int32", "uint32", "int64", "uint64"}, core.block_type
+    scalar = core.dtype
+
+    def check(self: Any, lhs: Any, rhs: Any, *given: Any, **named: Any) -> tuple[Any, Any]:
+        one, other = getattr(lhs, "type", None), getattr(rhs, "type", None)
+        if type(one) is type(other) in (block, scalar) and one.name == other.name and one.scalar.name in wide:
+            return lhs, rhs
+        pair: tuple[Any, Any] = plain(self, lhs, rhs, *given, **named)
+        return pair
+
+    type(semantic).binary_op_type_checking_impl = check

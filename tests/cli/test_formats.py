@@ -93,11 +93,12 @@ def test_every_interval_is_the_spacing_there(name: str, capsys: pytest.CaptureFi
     fmt = find(name)
     found = rows(read(capsys, name, "--all"), r"(0|\d\S*) +(\S+) +(\d\S*|2\^\S+) +(?:(\d\S*) +)?(\d+)$")
     assert len(found) == len(fmt.binades())
-    for row, binade in zip(found, fmt.binades(), strict=True):
+    spacings = fmt.ulp(torch.tensor([binade.low for binade in fmt.binades()], dtype=torch.float64)).tolist()
+    for row, binade, spacing in zip(found, fmt.binades(), spacings, strict=True):
         assert [number(row[i]) for i in (1, 3)] == [binade.low, binade.spacing]
         assert number(row[2]) == pytest.approx(binade.high, rel=1e-8)
         assert int(row[5]) == binade.numbers
-        assert float(fmt.ulp(torch.tensor(binade.low, dtype=torch.float64))) == number(row[3])
+        assert spacing == number(row[3])
 
 
 # Lecture 11, "Float 16 (FP16)": binary, hexadecimal, value.

@@ -129,9 +129,7 @@ def test_interrupted_run_says_so_and_what_is_missing(write: Any) -> None:
     assert "Missing: split8, fp32 (1 of 3 seeds), A (1 of 3 seeds)" in text
 
 
-@pytest.mark.parametrize(
-    "hostile", ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "{{ 7*7 }}", "a&amp;b"]
-)
+@pytest.mark.parametrize("hostile", ["<script>alert(1)</script>{{ 7*7 }}", '"><img src=x onerror=alert(1)>a&amp;b'])
 def test_everything_is_escaped(hostile: str, write: Any) -> None:
     results = make({hostile: 3.0, "D": 3.1})
     results["recipes"][hostile] |= {"title": hostile, "recipe": hostile}

@@ -170,11 +170,8 @@ def test_a_header_alone_is_a_page() -> None:
     assert "AdamW8bit, cpu, 2026-11-22 07:30:00 UTC" in parsed.text
 
 
-@pytest.mark.parametrize(
-    "hostile",
-    ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "{{ 7*7 }}", "a&amp;b", "$\\frac{1}$"],
-)
-def test_every_name_is_escaped(hostile: str) -> None:
+def test_every_name_is_escaped() -> None:
+    hostile = """<script>alert(1)</script>"'><img src=x onerror=alert(1)>{{ 7*7 }}a&amp;b$\\frac{1}$"""
     renamed = [record | {"name": hostile} if record.get("name") == "wte.weight" else record for record in sound()]
     renamed[0] = header(optimizer=hostile, device=hostile, started=hostile, parameters={hostile: [8, 8]})
     renamed = [

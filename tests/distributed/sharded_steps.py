@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import narrowgauge as ng
+from interpreted import quicken
 from narrowgauge.distributed._checkpoint._state import local_chunk
 from narrowgauge.optim import _engine
 from narrowgauge.optim._engine import Engine
@@ -195,6 +196,7 @@ def by_triton_and_eager(rank: int, folder: Path, triton: int = 1) -> dict[tuple[
     found = {}
     mesh = meshes()["rows"]
     unavailable, backends = _engine.unavailable, Engine.backends
+    quicken()
     try:
         _engine.unavailable = lambda device: None
         with np.errstate(all="ignore"):  # the interpreter's numpy warns where floats do what they do

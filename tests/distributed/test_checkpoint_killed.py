@@ -69,7 +69,7 @@ def killed(processes: Processes, folder: Path, times: int, world: int, most: flo
 
 
 def test_killed_at_random_moments_nothing_is_lost(processes: Processes, tmp_path: Path) -> None:
-    killed(processes, tmp_path, 10, 1, 0.3)
+    killed(processes, tmp_path, 7, 1, 0.3)
 
 
 @pytest.mark.slow
@@ -155,7 +155,7 @@ def test_a_disk_that_takes_no_more_bytes(run: Path) -> None:
 
 
 def test_two_ranks_killed_at_random_moments_lose_nothing(processes: Processes, tmp_path: Path) -> None:
-    killed(processes, tmp_path, 4, 2, 0.8)
+    killed(processes, tmp_path, 3, 2, 0.8)
 
 
 @pytest.mark.slow

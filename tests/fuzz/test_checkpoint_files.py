@@ -53,7 +53,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-@tried(20, 3000)
+@tried(12, 3000)
 def test_a_damaged_checkpoint_is_what_was_saved_or_is_named(run: Path, tries: int) -> None:
     whole = contents(run)
     wanted = {}
@@ -97,7 +97,7 @@ def test_a_damaged_checkpoint_is_what_was_saved_or_is_named(run: Path, tries: in
     fuzz(tries, check)
 
 
-@tried(150, 20000)
+@tried(80, 20000)
 def test_any_other_value_in_a_manifest_loads_or_is_refused(run: Path, tries: int) -> None:
     """Anything anywhere, with a checksum that is right: sizes that it claims are no reason to take memory."""
     path = run / "step-000000002"

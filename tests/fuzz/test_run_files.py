@@ -28,7 +28,7 @@ def lines_before(data: bytes, at: int) -> int:
     return data[:at].count(b"\n")
 
 
-@tried(12, 1500)
+@tried(6, 1500)
 def test_records_are_read_up_to_the_damage(tmp_path: Path, tries: int) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
@@ -90,7 +90,7 @@ def test_results_are_a_page_or_one_line_whatever_stands_at_a_place(tmp_path: Pat
 HISTORY = [{"step": n, "loss": 7.4375 - n, "lr": 6e-05} for n in range(20, 400, 20)]
 
 
-@tried(100, 5000)
+@tried(50, 5000)
 def test_a_history_goes_on_from_what_stands_before_the_damage(tmp_path: Path, tries: int) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
@@ -120,7 +120,7 @@ TOML = st.sampled_from(
 )  # fmt: skip
 
 
-@tried(150, 10000)
+@tried(100, 10000)
 def test_a_configuration_is_settings_or_one_line_that_names_it(tmp_path: Path, tries: int) -> None:
     folder = tmp_path / "run"
     folder.mkdir()

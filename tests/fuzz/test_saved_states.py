@@ -92,7 +92,7 @@ def test_states_as_they_are_load(name: str) -> None:
         subject.used(made)
 
 
-@tried(60, 10**6)
+@tried(30, 10**6)
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_a_place_that_is_wrong_is_named(name: str, tries: int) -> None:
     found = complaints(name, lambda cases: some(cases, tries, seed=len(name)))

@@ -43,6 +43,16 @@ def test_it_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert list(cache.iterdir()) == [kept]
 
 
+def test_headers_that_were_read_before_change_no_byte(tmp_path: Path) -> None:
+    """As tests have them read, see `tests/conftest.py`."""
+    source, made = "#include <math.h>\ndouble root(double x) { return sqrt(x) + fma(x, x, 1); }", []
+    command, _ = _c_library._compiler()
+    for number, compiler in enumerate((command, command[:1])):
+        (tmp_path / str(number)).mkdir()
+        made.append(_c_library._compile(compiler, source, tmp_path / str(number)).read_bytes())
+    assert made[0] == made[1]
+
+
 def _load_and_count(folder: str) -> None:
     compiled = _c_library._compile
     _c_library._compile = lambda *given: (Path(folder, str(os.getpid())).touch(), compiled(*given))[1]

@@ -32,7 +32,13 @@ def check(operator: Callable[..., object], *args: object) -> None:
 
 @on_devices
 @pytest.mark.parametrize(
-    ("form", "shape"), [("int8", (32, 48)), ("e4m3", (5, 1)), ("e5m2", (1, 7)), ("int8", (0, 4))]
+    ("form", "shape"),
+    [
+        ("int8", (32, 48)),
+        ("e4m3", (5, 1)),
+        pytest.param("e5m2", (1, 7), marks=pytest.mark.slow),
+        pytest.param("int8", (0, 4), marks=pytest.mark.slow),
+    ],
 )
 def test_quantizers_and_what_codes_stand_for_are_operators(form: str, shape: tuple[int, int], device: str) -> None:
     x = torch.randn(shape, dtype=torch.bfloat16, device=device)

@@ -6,6 +6,8 @@ rounding, which Collage-plus has to stay near in both arithmetics, over thousand
 with a gradient that falls: where one bf16 word fails, by the figures that are known of others' optimizers.
 """
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -86,10 +88,10 @@ def optimizer_for(variant: str, p: torch.nn.Parameter, **options) -> AdamW:
 
 
 @pytest.mark.parametrize(("variant", "decay"), [("plain", 0.1), ("light", 0.1), ("plus", 0.1), ("plus", 0.0)])
-def test_strict_is_algorithm_2_bit_for_bit_over_thousands_of_steps(variant: str, decay: float) -> None:
+def test_strict_is_algorithm_2_bit_for_bit_over_many_steps(variant: str, decay: float) -> None:
     p = torch.nn.Parameter(start())
     optimizer = optimizer_for(variant, p, arithmetic="strict", weight_decay=decay)
-    steps = 2000 if (variant, decay) == ("plus", 0.1) else 400
+    steps = 1200 if (variant, decay) == ("plus", 0.1) else 200
     oracle = StrictOracle(start().double().numpy(), variant, decay)
     for grad in gradients(steps):
         p.grad = grad
@@ -105,28 +107,35 @@ def test_strict_is_algorithm_2_bit_for_bit_over_thousands_of_steps(variant: str,
         np.testing.assert_array_equal(words.detach().double().numpy(), getattr(oracle, name), err_msg=name)
 
 
+@functools.cache
+def exact_end(steps: int, decay: float) -> torch.Tensor:
+    q = torch.nn.Parameter(start().double())
+    exact = torch.optim.AdamW([q], LR, weight_decay=decay)
+    for grad in gradients(steps):
+        q.grad = grad.double()
+        exact.step()
+    return q.detach()
+
+
 def displacement_error(steps: int, decay: float, **options) -> float:
     """How far an optimizer's whole path ends from float64 AdamW's, as a share of that path."""
     p = torch.nn.Parameter(start())
-    q = torch.nn.Parameter(start().double())
     optimizer = AdamW([("p", p)], LR, weight_decay=decay, **options)
-    exact = torch.optim.AdamW([q], LR, weight_decay=decay)
     for grad in gradients(steps):
-        p.grad, q.grad = grad, grad.double()
+        p.grad = grad
         optimizer.step()
-        exact.step()
     low = optimizer.state[p].get("weight.lo")
-    value = p.detach().double() + (low.double() if low is not None else 0.0)
-    return float((value - q.detach()).norm() / (q.detach() - start().double()).norm())
+    value, end = p.detach().double() + (low.double() if low is not None else 0.0), exact_end(steps, decay)
+    return float((value - end).norm() / (end - start().double()).norm())
 
 
 def test_collage_plus_follows_exact_adamw_where_bf16_does_not() -> None:
     decay = 0.1
     plus = {"weights": "expansion", "states": "expansion"}
-    assert displacement_error(4000, decay, **plus) < 0.005
+    assert displacement_error(2000, decay, **plus) < 0.005
     # Constants of 8 bits (0.001 is off by 0.04%, lr by 0.1%) and the rounding of every operation show, no more.
-    assert displacement_error(4000, decay, arithmetic="strict", **plus) < 0.02
-    assert displacement_error(4000, decay, weights="plain", states="bf16") > 0.2
+    assert displacement_error(2000, decay, arithmetic="strict", **plus) < 0.02
+    assert displacement_error(2000, decay, weights="plain", states="bf16") > 0.2
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from narrowgauge.optim import UpdateStats, _triton_backend
 from narrowgauge.storage import state_storages, weight_storage, weight_storages
 from pairwise import cases
 
-SHAPES = ((1,), (0,), (3, 100), (16, 16), (1, 257))
+SHAPES = ((1,), (0,), (3, 100), (16, 16))
 COUNTS = slice(3, 6)
 
 # Every weight storage by a state of each width and kind, every rule.

@@ -34,8 +34,12 @@ WORDS = {
     "state_codecs": ["--data", "TEXT", "--part", "blocks", "--part", "adagrad", "--jobs", "1"],
     "training_magnitudes": ["--data", "TEXT"],
 }
-# Those that take more than four seconds.
-LONG = ("adam_variants", "other_codes", "quantization_error")
+# Those that take more than two seconds, but one that trains images and one that trains in several processes. Of
+# memory_plans and inner_product_noise other tests of this folder run the same functions.
+LONG = (
+    "adam_variants", "collage_float8", "collage_training", "eight_bit_adam", "inner_product_noise", "loss_spikes",
+    "memory_plans", "other_codes", "quantization_error",
+)  # fmt: skip
 # Tables that need more than a check makes: several seeds or devices, every part, every row.
 LARGER = {
     "bytes_and_loss": {"short"},
@@ -47,6 +51,7 @@ LARGER = {
 
 def test_there_is_a_smoke_run_of_each_study() -> None:
     assert set(WORDS) == set(render.NAMES)
+    assert all(callable(importlib.import_module(f"studies.{name}.run").main) for name in render.NAMES)
 
 
 @pytest.mark.usefixtures("surroundings", "forked")

@@ -149,6 +149,7 @@ def test_the_memory_is_that_of_a_part(clip: TrainSettings) -> None:
     assert peaks[1] < peaks[0] / 4
 
 
+@pytest.mark.slow
 def test_compiled_it_is_the_same(clip: TrainSettings, tmp_path: Path) -> None:
     whole = trained(clip, tmp_path / "whole", steps=2)
     with captured() as graphs:

@@ -52,7 +52,7 @@ STOPPED: dict[str, dict[str, Any]] = {
 
 
 # The others are combinations of what these and the text's prove.
-QUICK = ("clip", "clip, in parts", "vit")
+QUICK = ("clip, in parts", "vit")
 
 
 @pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in STOPPED])
