@@ -1,13 +1,14 @@
 """Cases with a known answer: does `fit` see what was planted, and choose accordingly?
 
-Models of a few thousand parameters whose gradients have one property each, fitted on a CPU in seconds. A case gives
-what was chosen, and the figures that show why: shares of the gradient's noise, as `fit` measures them.
+Models of a few thousand parameters whose gradients have one property each, fitted on a CPU in seconds, and the same
+models without it. A case gives what was chosen for both, and the figures that show why: shares of the gradient's
+noise that storages add, shares of updates that are lost, errors of multiplies, all as `fit` measures them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from narrowgauge.recipes import FittedRecipe
 from narrowgauge.recipes import _fit as fitting
 from narrowgauge.recipes._fit._replay import Replay
-from narrowgauge.recipes._fitted import Choice
+from narrowgauge.recipes._choices import Choice, LayerChoice
 
 WIDTH, BATCH = 64, 64
 _EPOCH = 64  # batches
@@ -42,13 +43,14 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Case:
-    """What was planted, what `fit` chose, and the figures that show that it saw it."""
+    """What was planted, what `fit` chose with it and without, and the figures that show that it saw it."""
 
     name: str
     planted: str
     chosen: str
-    figures: Mapping[str, float] = field(default_factory=dict)
-    seen: bool = False  # whether the choice is the one that the planted property asks for
+    without: str
+    figures: Mapping[str, tuple[float, float]]  # with what was planted, and without
+    seen: bool  # whether the choice is the one that the property asks for, and the other one is not
 
 
 def fitted(model: nn.Module, draw: Callable[[int], Any], loss: Callable[..., Tensor], **options: Any) -> Fitted:
@@ -59,7 +61,7 @@ def fitted(model: nn.Module, draw: Callable[[int], Any], loss: Callable[..., Ten
         seen.append(Replay(*arguments, **more))
         return seen[0]
 
-    given: dict[str, Any] = {"lr": 1e-3, "steps": 1000, "warmup": 20, "weight_decay": 0.0} | options
+    given: dict[str, Any] = {"lr": 1e-3, "steps": 200, "warmup": 20, "weight_decay": 0.0, "seconds": 0.1} | options
     with mock.patch.object(fitting, "Replay", keep):
         recipe = fitting.fit(model, lambda: map(draw, range(_EPOCH)), loss, **given)
     return Fitted(recipe, seen[0])
@@ -89,13 +91,25 @@ def regression(scales: Tensor | None = None) -> tuple[nn.Module, Callable[[int],
     return model, draw, loss
 
 
-def six_decades(seconds: float) -> Case:
+def noises(both: Sequence[Fitted], parameter: str, *storages: tuple[str, str]) -> dict[str, tuple[float, float]]:
+    """What storages of weights and moments add, with what was planted and without."""
+    return {
+        f"noise of {states if weights == 'master' else weights}": (
+            both[0].noise(parameter, weights, states), both[1].noise(parameter, weights, states)
+        )
+        for weights, states in storages
+    }  # fmt: skip
+
+
+def six_decades(**options: Any) -> Case:
     """Gradients of six decades side by side in every block: the paper's 8-bit codes lose the smallest."""
-    found = fitted(*regression(torch.logspace(-5, 1, WIDTH)), seconds=seconds, tolerance=0.2)
-    choice, name = found.choice("0.weight"), "0.weight"
-    figures = {states: found.noise(name, states=states) for states in ("8bit", "log8")}
-    seen = "8bit" not in choice.chosen.states.values() and figures["log8"] < figures["8bit"] / 2
-    return Case("six decades", "gradients of six decades in every block", kept(choice), figures, seen)
+    ends = (torch.logspace(-5, 1, WIDTH), None)
+    both = [fitted(*regression(scales), tolerance=0.8, **options) for scales in ends]
+    choice, without = (each.choice("0.weight") for each in both)
+    figures = noises(both, "0.weight", ("master", "8bit"), ("master", "log8"))
+    bad, good = figures.values()
+    seen = "log8" in choice.chosen.states.values() and good[0] < 0.8 < bad[0] and bad[1] < 0.8
+    return Case("six decades", "gradients of six decades in every block", kept(choice), kept(without), figures, seen)
 
 
 class Embedded(nn.Module):
@@ -110,47 +124,52 @@ class Embedded(nn.Module):
         return found
 
 
-def sparse_embedding(seconds: float) -> Case:
-    """Tokens by Zipf's law: most rows of the embedding have no gradient in most steps."""
+def sparse_embedding(**options: Any) -> Case:
+    """Tokens by Zipf's law, rare ones beside frequent ones: 8-bit codes with one scale for both lose the rare."""
     torch.manual_seed(0)
-    model, frequency = Embedded(), 1.0 / torch.arange(1, 513)
-    answers = torch.randint(128, (512,))
-
-    def draw(number: int) -> Tensor:
-        return torch.multinomial(frequency, 256, True, generator=torch.Generator().manual_seed(number))
+    model, answers, order = Embedded(), torch.randint(128, (512,)), torch.randperm(512)
 
     def loss(model: nn.Module, tokens: Tensor) -> Tensor:
         return F.cross_entropy(model(tokens).float(), answers[tokens])
 
-    found = fitted(model, draw, loss, seconds=seconds, tolerance=0.2)
-    embedding, layer = (found.choice(f"{name}.weight") for name in ("embedding", "layer"))
-    figures = {
-        f"{states}, {name}": found.noise(f"{name}.weight", states=states)
-        for states in ("log4", "8bit")
-        for name in ("embedding", "layer")
-    }
-    chosen = f"embedding {kept(embedding)}; layer {kept(layer)}"
-    seen = all(figures[f"{s}, embedding"] > figures[f"{s}, layer"] for s in ("log4", "8bit"))
-    return Case("sparse embedding", "tokens by Zipf's law", chosen, figures, seen)
+    def of(frequency: Tensor) -> Fitted:
+        def draw(number: int) -> Tensor:
+            return torch.multinomial(frequency, 256, True, generator=torch.Generator().manual_seed(number))
+
+        return fitted(model, draw, loss, tolerance=0.8, **options)
+
+    both = [of(1.0 / (1.0 + order)), of(torch.ones(512))]
+    choice, without = (each.choice("embedding.weight") for each in both)
+    figures = noises(both, "embedding.weight", ("master", "8bit"), ("master", "log8"))
+    bad, good = figures.values()
+    seen = "8bit" not in choice.chosen.states.values() and good[0] < 0.8 < bad[0] and bad[1] < 0.8
+    return Case("sparse embedding", "tokens by Zipf's law; without: all alike", kept(choice), kept(without),
+                figures, seen)  # fmt: skip
 
 
-def stalls_at_the_end(seconds: float) -> Case:
-    """A learning rate whose updates a bf16 weight takes at its highest, and loses at a hundredth of it."""
-    given: dict[str, Any] = {"seconds": seconds, "tolerance": 0.4, "lr": 3e-3, "final_lr": 0.01}
-    found = fitted(*regression(), **given)
-    constant = fitted(*regression(), **given, schedule="constant")
-    choice, steady = found.choice("0.weight"), constant.choice("0.weight")
-    assert choice.lost is not None
-    figures = {
-        "updates lost at the highest rate": choice.lost[0], "at the end": choice.lost[1],
-        "plain": found.noise("0.weight", "plain"), "plain at a constant rate": constant.noise("0.weight", "plain"),
+def stalls_at_the_end(**options: Any) -> Case:
+    """A rate whose updates a bf16 weight takes at its highest, and loses once it has fallen."""
+    given: dict[str, Any] = {"tolerance": 0.6, "lr": 3e-3, "final_lr": 0.01} | options
+    both = [fitted(*regression(), schedule=schedule, **given) for schedule in ("cosine", "constant")]
+    choice, without = (each.choice("0.weight") for each in both)
+    figures = lost(choice, without) | noises(both, "0.weight", ("plain", "fp32"))
+    begun, ended = figures["updates lost at the highest rate"][0], figures["updates lost at the end"][0]
+    seen = begun < 0.1 and ended > 0.9 and choice.chosen.weights in ("split8", "split")
+    seen = seen and without.chosen.weights in ("plain", "stochastic")
+    return Case("a stall at the end", "a cosine to a hundredth of the rate; without: a constant rate",
+                kept(choice), kept(without), figures, seen)  # fmt: skip
+
+
+def lost(choice: Choice, without: Choice) -> dict[str, tuple[float, float]]:
+    """Shares of updates that plain bf16 weights lose."""
+    assert choice.lost is not None and without.lost is not None
+    moments = ("at the highest rate", "at the end")
+    return {
+        f"updates lost {when}": (a, b) for when, a, b in zip(moments, choice.lost, without.lost, strict=True)
     }  # fmt: skip
-    seen = choice.chosen.weights != "plain" and figures["plain"] > 2 * figures["plain at a constant rate"]
-    chosen = f"{kept(choice)}; at a constant rate {kept(steady)}"
-    return Case("a stall at the end", "a rate that falls to a hundredth", chosen, figures, seen)
 
 
-def outlier_tokens(seconds: float) -> Case:
+def outlier_tokens(**options: Any) -> Case:
     """A few tokens with large features, behind which the others vanish under one scale for all."""
     model, plain, loss = regression()
 
@@ -161,51 +180,48 @@ def outlier_tokens(seconds: float) -> Case:
         y[::16] = 0.0
         return x, y
 
-    found = fitted(model, draw, loss, seconds=seconds, tolerance=0.2, linear="int8", lr=1e-4, max_grad_norm=1.0)
-    without = fitted(*regression(), seconds=seconds, tolerance=0.2, linear="int8", lr=1e-4, max_grad_norm=1.0)
-    layers = [each.recipe.layers[0] for each in (found, without)]
-    words = [_scalings(layer.chosen.plan) for layer in layers]
-    noise = {f"largest error, {n}": max(layer.chosen.noise.values(), default=0.0)
-             for n, layer in zip(("with outliers", "without"), layers, strict=True)}  # fmt: skip
-    chosen = f"output {words[0]}; without outliers {words[1]}"
-    return Case("outlier tokens", "one token in 16 with features 300 times as large", chosen, noise,
-                words[0] != "tensor" and words[1] == "tensor")  # fmt: skip
+    given: dict[str, Any] = {"tolerance": 0.2, "linear": "int8", "lr": 1e-4, "max_grad_norm": 1.0} | options
+    layers = [fitted(model, each, loss, **given).recipe.layers[0] for each in (draw, plain)]
+    chosen, without = (_scaling(layer) for layer in layers)
+    errors = tuple(layer.chosen.noise.get("output", 0.0) for layer in layers)
+    return Case("outlier tokens", "one token in 16 with features 300 times as large", chosen, without,
+                {"error of the output": (errors[0], errors[1])}, (chosen, without) == ("one a row", "one a tensor"))
 
 
-def _scalings(plan: Any) -> str:
-    return "in bf16" if plan.output is None else str(plan.output.left)
+def _scaling(layer: LayerChoice) -> str:
+    output = layer.chosen.plan.output
+    return "bf16" if output is None else f"one a {output.left}"
 
 
 class Normed(nn.Module):
-    """A layer norm and a layer."""
+    """A layer norm with weights of a size, and a layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: float) -> None:
         super().__init__()
         self.norm, self.layer = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        nn.init.constant_(self.norm.weight, size)
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.layer(self.norm(x))
         return found
 
 
-def norms_at_one(seconds: float) -> Case:
-    """The weights of a norm are near 1, where bf16 is 2^-7 apart: a plain one never moves."""
+def norms_at_one(**options: Any) -> Case:
+    """The weights of a norm are near 1, where bf16 numbers are 2^-8 apart and more: a plain one never moves."""
     _, draw, loss = regression()
-    torch.manual_seed(0)
-    found = fitted(Normed(), draw, loss, seconds=seconds, tolerance=0.2, lr=3e-4)
-    norm, layer = found.choice("norm.weight"), found.choice("layer.weight")
-    assert norm.lost is not None and layer.lost is not None
-    figures = {
-        "updates lost, norm": norm.lost[0], "updates lost, layer": layer.lost[0],
-        "plain, norm": found.noise("norm.weight", "plain"), "plain, layer": found.noise("layer.weight", "plain"),
-    }  # fmt: skip
-    seen = norm.chosen.weights != "plain" and norm.lost[0] > 0.99 and figures["plain, norm"] > figures["plain, layer"]
-    return Case("norms at one", "norm weights near 1", f"norm {kept(norm)}; layer {kept(layer)}", figures, seen)
+    given: dict[str, Any] = {"tolerance": 1.0, "lr": 1e-3, "schedule": "constant"} | options
+    both = [fitted(Normed(size), draw, loss, **given) for size in (1.0, 1 / 64)]
+    choice, without = (each.choice("norm.weight") for each in both)
+    figures = lost(choice, without) | noises(both, "norm.weight", ("plain", "fp32"))
+    seen = choice.chosen.weights in ("split8", "split") and figures["updates lost at the end"][0] > 0.99
+    seen = seen and without.chosen.weights in ("plain", "stochastic") and figures["updates lost at the end"][1] < 0.2
+    return Case("norms at one", "norm weights at 1; without: at 1/64", kept(choice), kept(without), figures, seen)
 
 
-CASES = (six_decades, sparse_embedding, stalls_at_the_end, outlier_tokens, norms_at_one)
+Maker = Callable[..., Case]
+CASES: tuple[Maker, ...] = (six_decades, sparse_embedding, stalls_at_the_end, outlier_tokens, norms_at_one)
 
 
-def measured(seconds: float) -> list[dict[str, Any]]:
-    """All cases, for a results file."""
-    return [{**vars(case), "figures": dict(case.figures)} for case in (make(seconds) for make in CASES)]
+def measured(cases: Sequence[Maker] = CASES, **options: Any) -> list[dict[str, Any]]:
+    """Cases, for a results file; `options` are of `fit`."""
+    return [vars(make(**options)) for make in cases]

@@ -7,6 +7,7 @@ row the same initial weights, rounded to bf16, and the same batches.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -63,7 +64,7 @@ class Setting:
     weight_decay: float = 0.1
     clip: float = 1.0
     windows: int = 512  # to validate on
-    fit_seconds: float = 60.0  # of a fit
+    fit_seconds: float = 40.0  # of a fit
     randoms: int = 3  # random choices for each of `rows.DRAWN`
     device: str = "cpu"
 
@@ -164,8 +165,8 @@ def options(setting: Setting, beta2: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def fit(task: Task, setting: Setting) -> Result:
-    """Measure a model once, and choose for every limit.
+def fit(task: Task, setting: Setting, wanted: Sequence[str]) -> Result:
+    """Measure a model once, and choose for the limits of the wanted rows.
 
     Returns:
         `groups` of like parameters with their frontiers; `chosen`: by row the number of a way for each group;
@@ -191,12 +192,12 @@ def fit(task: Task, setting: Setting) -> Result:
         )  # fmt: skip
     (measured,) = seen
     groups = measured.groups
-    chosen = {rows.by_tolerance(tolerance): measured.within(tolerance) for tolerance in rows.TOLERANCES}
+    by_tolerance = {rows.by_tolerance(each): each for each in rows.TOLERANCES}
+    chosen = {name: measured.within(each) for name, each in by_tolerance.items() if name in wanted}
     for each in rows.BYTES:
-        try:
-            chosen[rows.by_bytes(each)] = for_bytes(groups, each)
-        except TooFewBytesError:
-            continue
+        if rows.by_bytes(each) in wanted:
+            with contextlib.suppress(TooFewBytesError):
+                chosen[rows.by_bytes(each)] = for_bytes(groups, each)
     noise = {}
     for name, choice in chosen.items():
         together = measured.together(choice)
@@ -204,8 +205,8 @@ def fit(task: Task, setting: Setting) -> Result:
     for each in rows.DRAWN:
         for number in range(1, setting.randoms + 1 if rows.by_bytes(each) in chosen else 0):
             like = measured.bytes_of(chosen[rows.by_bytes(each)])
-            if (choice := rows.draw_choice(groups, like, number)) is not None:  # type: ignore[assignment]
-                chosen[rows.drawn(each, number)] = choice
+            if (random := rows.draw_choice(groups, like, number)) is not None:
+                chosen[rows.drawn(each, number)] = random
     return {
         "groups": rows.plain_groups(groups, [choice.parameters for choice in first.choices]),
         "chosen": {name: [choice[one.name] for one in groups] for name, choice in chosen.items()},
@@ -285,10 +286,10 @@ def _captured(optimizer: torch.optim.Optimizer) -> tuple[Callable[[], Any], str]
 Fits = Mapping[tuple[str, float, float], Mapping[str, Any]]  # by model, learning rate and β2 what `fit` gave
 
 
-def one(task: Task, setting: Setting, fits: Fits) -> Result:
-    """A run."""
+def one(task: Task, setting: Setting, wanted: Sequence[str], fits: Fits) -> Result:
+    """A run: a fit for the wanted rows, or a training."""
     if task.row == FIT:
-        return fit(task, setting)
+        return fit(task, setting, wanted)
     recipe = rows.uniform().get(task.row)
     if recipe is None:
         found = fits[task.model, task.lr, task.beta2]
