@@ -2,15 +2,15 @@
 
 A difference is taken seed by seed from D, which has the same start and the same batches. What chance alone makes of
 it is seen in the **control**: `split` keeps D's numbers in other words and rounds ties otherwise. Its largest
-difference over the seeds is the **paired spread** of a setting (model, learning rate, β2). A row is **fp32 quality**
-if its mean is within the larger of 0.001 and that spread.
+difference over the seeds is the **paired spread** of a setting (model, learning rate, β2). A row has **fp32
+quality** if its mean is within the larger of 0.001 and that spread.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,24 +95,31 @@ def _good(rows: Sequence[Row], kind: str) -> Row | None:
     return next((r for r in rows if r.kind == kind and r.mean is not None and abs(r.mean) <= limit), None)
 
 
-def _best(rows: Sequence[Row], kinds: Sequence[str], most: float) -> Row | None:
-    """The row of some kinds with the lowest loss, of at most so many bytes."""
+def _best(rows: Sequence[Row], kinds: Sequence[str], most: float, distance: bool = False) -> Row | None:
+    """Of the rows of some kinds that take at most so many bytes, that with the lowest loss, or the nearest to D."""
     able = [r for r in rows if r.kind in kinds and r.mean is not None and r.bytes <= most + SAME]
-    return min(able, key=lambda row: row.mean or 0.0, default=None)
+    return min(able, key=lambda row: abs(row.mean or 0.0) if distance else row.mean or 0.0, default=None)
 
 
 @dataclass(frozen=True)
 class Duel:
-    """A fitted row against the best of another kind that takes no more bytes."""
+    """A fitted row against another one that takes no more bytes."""
 
-    cell: Cell
     fitted: Row
     other: Row
     limit: float
+    distance: bool = False  # whether distances from D are compared, in place of losses
 
     @property
     def verdict(self) -> str:
-        """`below`, `above` or `alike`: the mean over the seeds beyond the paired spread, all of them on one side."""
+        """`below`, `above` or `alike`.
+
+        Losses: the mean over the seeds beyond `limit`, all seeds on one side. Distances from D: those of the means,
+        beyond `limit`; two rows that are both within it are alike.
+        """
+        if self.distance:
+            mine, theirs = (max(abs(row.mean or 0.0), self.limit) for row in (self.fitted, self.other))
+            return "alike" if abs(mine - theirs) <= self.limit else "above" if mine > theirs else "below"
         costs = self.fitted.behind(self.other)
         mean = statistics.fmean(costs) if costs else 0.0
         if abs(mean) <= self.limit or min(costs) * max(costs) < 0:
@@ -120,20 +127,18 @@ class Duel:
         return "above" if mean > 0 else "below"
 
 
-def duels(results: Results, kind: str) -> Iterator[Duel]:
-    """Every fitted row against the best uniform or random one of its bytes."""
+def duels(results: Results, distance: bool = False) -> Iterator[Duel]:
+    """Every fitted row against the uniform one of no more bytes that has the lowest loss, or is nearest to D."""
     for cell in cells(results):
         rows = found(results, cell)
         for row in rows:
-            if row.kind != "fitted" or row.mean is None:
-                continue
-            low = row.bytes - 2 * SAME if kind == "random" else 0.0
-            other = _best([r for r in rows if r.bytes >= low], [kind], row.bytes)
-            if other is not None:
-                yield Duel(cell, row, other, margin(rows))
+            if row.kind == "fitted" and row.mean is not None:
+                other = _best(rows, ["uniform"], row.bytes, distance)
+                if other is not None:
+                    yield Duel(row, other, margin(rows), distance)
 
 
-def random_duels(results: Results) -> Iterator[Duel]:
+def random_duels(results: Results, distance: bool = False) -> Iterator[Duel]:
     """Every random choice against the fitted row of its bytes."""
     for cell in cells(results):
         rows = found(results, cell)
@@ -141,7 +146,7 @@ def random_duels(results: Results) -> Iterator[Duel]:
         for row in rows:
             match = named.get(f"fitted, {row.name.partition(', ')[2]}")
             if row.kind == "random" and match is not None and match.mean is not None and row.mean is not None:
-                yield Duel(cell, match, row, margin(rows))
+                yield Duel(match, row, margin(rows), distance)
 
 
 def _title(cell: Cell, several_betas: bool = False) -> str:
@@ -196,9 +201,7 @@ def losses(results: Results) -> str:
             return ""
         return f"{row.diverged} diverged" if row.diverged else several(row.differences)
 
-    lines = [
-        [name, _range(sizes[name]), *(cell_of(name, cell) for cell in places)] for name in shown
-    ]
+    lines = [[name, _range(sizes[name]), *(cell_of(name, cell) for cell in places)] for name in shown]
     return markdown(("row", "bytes", *(_title(cell) for cell in places)), lines)
 
 
@@ -253,7 +256,8 @@ def planted(results: Results) -> str:
         ("chosen", lambda case: f"`{case['chosen']}`"),
         ("chosen without", lambda case: f"`{case['without']}`"),
         ("figures, with and without", lambda case: "; ".join(
-            f"{name} {with_:.3g}, {without:.3g}" for name, (with_, without) in case["figures"].items()
+            f"{name} {', '.join('not finite' if x is None else f'{x:.3g}' for x in pair)}"
+            for name, pair in case["figures"].items()
         )),
         ("seen", lambda case: "yes" if case["seen"] else "no"),
         words=5,
@@ -283,32 +287,36 @@ def _range_of(values: Sequence[int]) -> str:
 
 def facts(results: Results) -> dict[str, str]:
     """Every number and every finding in the page's sentences."""
-    each = list(duels(results, "uniform"))
-    random = list(random_duels(results))
-    counts = {word: sum(duel.verdict == word for duel in each) for word in ("below", "alike", "above")}
-    against = {word: sum(duel.verdict == word for duel in random) for word in ("below", "alike", "above")}
+    counts, near = (_counts(duels(results, distance)) for distance in (False, True))
+    random, random_near = (_counts(random_duels(results, distance)) for distance in (False, True))
     saved, best = _saved(results), _best_at_limits(results)
     enough = [x for x in saved if x >= SAVED]
-    shares = [
-        _shares(fit, fit["chosen"][DEFAULT])[0] for fit in _fits(results) if DEFAULT in fit["chosen"]
-    ]
+    shares = [_shares(fit, fit["chosen"][DEFAULT])[0] for fit in _fits(results) if DEFAULT in fit["chosen"]]
     return {
         "settings": str(len(cells(results))),
         "seeds": str(results["training"]["seeds"]),
         "steps": f"{results['training']['steps']:,}",
-        "compared": str(len(each)),
+        "compared": str(sum(counts.values())),
+        "random_compared": str(sum(random.values())),
         **{word: str(count) for word, count in counts.items()},
-        "random_compared": str(len(random)),
-        **{f"random_{word}": str(count) for word, count in against.items()},
+        **{f"near_{word}": str(count) for word, count in near.items()},
+        **{f"random_{word}": str(count) for word, count in random.items()},
+        **{f"random_near_{word}": str(count) for word, count in random_near.items()},
         "enough": str(len(enough)),
         "both": str(len(saved)),
         "saved": f"{min(saved):+.2f} to {max(saved):+.2f}" if saved else "no setting with both",
         "limits": str(len(best)),
         "limits_won": str(sum(best)),
-        "verdict": _verdict(counts, len(enough), len(cells(results))),
+        "verdict": _verdict(near, len(enough), len(cells(results))),
         "common": f"{100 * statistics.fmean(share for _, share in shares):.0f} %" if shares else "none",
         "commonest": statistics.mode(way for way, _ in shares) if shares else "none",
     }  # fmt: skip
+
+
+def _counts(each: Iterable[Duel]) -> dict[str, int]:
+    """How many duels ended so."""
+    verdicts = [duel.verdict for duel in each]
+    return {word: verdicts.count(word) for word in ("below", "alike", "above")}
 
 
 def _saved(results: Results) -> list[float]:
@@ -328,13 +336,13 @@ def _best_at_limits(results: Results) -> list[bool]:
     return won
 
 
-def _verdict(counts: dict[str, int], enough: int, settings: int) -> str:
-    """The first sentence, by the counts."""
-    if counts["above"]:
-        return "A fitted recipe is not always as good as the best uniform recipe of its bytes."
-    if 2 * enough > settings or counts["below"] > counts["alike"]:
-        return "Fitted recipes go below the frontier of the uniform ones."
-    return "The uniform recipes are already at the frontier: fitted ones lie on it."
+def _verdict(near: dict[str, int], enough: int, settings: int) -> str:
+    """The first sentence, by the counts of distances from D."""
+    if near["above"] > near["below"]:
+        return "Some uniform recipes of the same bytes are nearer to fp32 training than fitted ones."
+    if 2 * enough > settings or near["below"] > near["alike"]:
+        return "Fitted recipes are nearer to fp32 training than uniform ones of the same bytes."
+    return "The uniform recipes are already at the frontier: fitted ones are about as near to fp32 training."
 
 
 def bytes_against_loss(results: Results) -> Figure:

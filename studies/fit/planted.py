@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from narrowgauge.recipes import FittedRecipe
 from narrowgauge.recipes import _fit as fitting
-from narrowgauge.recipes._fit._replay import Replay
 from narrowgauge.recipes._choices import Choice, LayerChoice
+from narrowgauge.recipes._fit._replay import Replay
 
 WIDTH, BATCH = 64, 64
 _EPOCH = 64  # batches
@@ -109,7 +109,8 @@ def six_decades(**options: Any) -> Case:
     figures = noises(both, "0.weight", ("master", "8bit"), ("master", "log8"))
     bad, good = figures.values()
     seen = "log8" in choice.chosen.states.values() and good[0] < 0.8 < bad[0] and bad[1] < 0.8
-    return Case("six decades", "gradients of six decades in every block", kept(choice), kept(without), figures, seen)
+    what = "gradients of six decades in every block"
+    return Case("six decades", what, kept(choice), kept(without), figures, seen)
 
 
 class Embedded(nn.Module):
@@ -143,8 +144,8 @@ def sparse_embedding(**options: Any) -> Case:
     figures = noises(both, "embedding.weight", ("master", "8bit"), ("master", "log8"))
     bad, good = figures.values()
     seen = "8bit" not in choice.chosen.states.values() and good[0] < 0.8 < bad[0] and bad[1] < 0.8
-    return Case("sparse embedding", "tokens by Zipf's law; without: all alike", kept(choice), kept(without),
-                figures, seen)  # fmt: skip
+    what = "tokens by Zipf's law; without: all alike"
+    return Case("sparse embedding", what, kept(choice), kept(without), figures, seen)
 
 
 def stalls_at_the_end(**options: Any) -> Case:
@@ -156,13 +157,14 @@ def stalls_at_the_end(**options: Any) -> Case:
     begun, ended = figures["updates lost at the highest rate"][0], figures["updates lost at the end"][0]
     seen = begun < 0.1 and ended > 0.9 and choice.chosen.weights in ("split8", "split")
     seen = seen and without.chosen.weights in ("plain", "stochastic")
-    return Case("a stall at the end", "a cosine to a hundredth of the rate; without: a constant rate",
-                kept(choice), kept(without), figures, seen)  # fmt: skip
+    what = "a cosine to a hundredth of the rate; without: a constant rate"
+    return Case("a stall at the end", what, kept(choice), kept(without), figures, seen)
 
 
 def lost(choice: Choice, without: Choice) -> dict[str, tuple[float, float]]:
     """Shares of updates that plain bf16 weights lose."""
-    assert choice.lost is not None and without.lost is not None
+    assert choice.lost is not None
+    assert without.lost is not None
     moments = ("at the highest rate", "at the end")
     return {
         f"updates lost {when}": (a, b) for when, a, b in zip(moments, choice.lost, without.lost, strict=True)
@@ -183,14 +185,15 @@ def outlier_tokens(**options: Any) -> Case:
     given: dict[str, Any] = {"tolerance": 0.2, "linear": "int8", "lr": 1e-4, "max_grad_norm": 1.0} | options
     layers = [fitted(model, each, loss, **given).recipe.layers[0] for each in (draw, plain)]
     chosen, without = (_scaling(layer) for layer in layers)
-    errors = tuple(layer.chosen.noise.get("output", 0.0) for layer in layers)
-    return Case("outlier tokens", "one token in 16 with features 300 times as large", chosen, without,
-                {"error of the output": (errors[0], errors[1])}, (chosen, without) == ("one a row", "one a tensor"))
+    errors = [layer.chosen.noise.get("output", 0.0) for layer in layers]
+    what, figures = "one token in 16 with features 300 times as large", {"error": (errors[0], errors[1])}
+    seen = (chosen, without) == ("one scale a row", "one scale a tensor")
+    return Case("outlier tokens", what, chosen, without, figures, seen)
 
 
 def _scaling(layer: LayerChoice) -> str:
     output = layer.chosen.plan.output
-    return "bf16" if output is None else f"one a {output.left}"
+    return "bf16" if output is None else f"one scale a {output.left}"
 
 
 class Normed(nn.Module):
@@ -213,8 +216,9 @@ def norms_at_one(**options: Any) -> Case:
     both = [fitted(Normed(size), draw, loss, **given) for size in (1.0, 1 / 64)]
     choice, without = (each.choice("norm.weight") for each in both)
     figures = lost(choice, without) | noises(both, "norm.weight", ("plain", "fp32"))
-    seen = choice.chosen.weights in ("split8", "split") and figures["updates lost at the end"][0] > 0.99
-    seen = seen and without.chosen.weights in ("plain", "stochastic") and figures["updates lost at the end"][1] < 0.2
+    ended = figures["updates lost at the end"]
+    seen = choice.chosen.weights in ("split8", "split") and ended[0] > 0.99
+    seen = seen and without.chosen.weights in ("plain", "stochastic") and ended[1] < 0.2
     return Case("norms at one", "norm weights at 1; without: at 1/64", kept(choice), kept(without), figures, seen)
 
 

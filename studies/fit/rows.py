@@ -1,9 +1,9 @@
 """A fitted recipe beside uniform ones: what is compared.
 
 **Uniform** rows keep every parameter alike: the library's recipes, and combinations of its storages that have no
-name. **Fitted** rows come from one call of `narrowgauge.recipes.fit`: its measurement serves every limit. **Random**
-rows are what a choice without measurement would be: for each group of like parameters a way to keep it, drawn from
-the same frontier, such that all bytes together are those of a fitted row.
+name. **Fitted** rows come from one call of `narrowgauge.recipes.fit`: its measurement serves every limit.
+**Random** rows are what a choice without measurement would be: for each group of like parameters a way to keep it,
+drawn from the same frontier, such that all bytes together are those of a fitted row.
 
 A fitted or random row is stored as the number of a way on each group's frontier; `recipe_of` makes the recipe.
 """

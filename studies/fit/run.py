@@ -9,8 +9,8 @@ measured once, and chooses for three tolerances and six numbers of bytes. Those 
 random choices are then trained on the other half with seeds 1, 2, 3. Rows of one seed start from the same weights
 and see the same batches, so the loss of D (fp32 master weights, fp32 moments) is subtracted seed by seed.
 
-Results are written as they come: `--minutes` begins no run that would not end in time, and `--resume` goes on. Calls
-with other models, rates, β2, seeds or rows add to one file. The first call also makes the planted cases
+Results are written as they come: `--minutes` begins no run that would not end in time, and `--resume` goes on.
+Calls with other models, rates, β2, seeds or rows add to one file. The first call also makes the planted cases
 (`planted.py`), on the CPU.
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,23 +45,23 @@ def cells(models: Sequence[str], rates: Sequence[float], betas: Sequence[float])
     return [(model, lr, beta2) for beta2 in betas for model in models for lr in rates]
 
 
-def first_tasks(places: Sequence[Cell], seeds: int, kept: Sequence[str]) -> list[Task]:
-    """The fits, and the trainings that need none: seed by seed, the reference first."""
-    uniform = [name for name in rows.uniform() if name in kept]
-    fits = [Task(*place, FIT, 0) for place in places]
-    return fits + [Task(*place, row, 1 + seed) for seed in range(seeds) for row in uniform for place in places]
+def fits_of(places: Sequence[Cell]) -> list[Task]:
+    """The fits."""
+    return [Task(*place, FIT, 0) for place in places]
 
 
-def fitted_tasks(places: Sequence[Cell], seeds: int, kept: Sequence[str], fits: Fits) -> list[Task]:
-    """The trainings of what was fitted, and of random choices, seed by seed."""
-    return [
-        Task(*place, row, 1 + seed)
-        for seed in range(seeds)
-        for random in (False, True)
-        for place in places
-        for row in (fits[place]["chosen"] if place in fits else ())
-        if row in kept and row.startswith("random") == random
-    ]
+def trainings(places: Sequence[Cell], seed: int, kept: Sequence[str], fits: Fits) -> list[Task]:
+    """The trainings with one seed: uniform recipes, the reference first, then what was fitted, then random ones."""
+
+    def of(rows_of: Callable[[Cell], Iterable[str]]) -> list[Task]:
+        return [Task(*place, row, seed) for place in places for row in rows_of(place) if row in kept]
+
+    def fitted(place: Cell, random: bool) -> list[str]:
+        found = fits[place]["chosen"] if place in fits else ()
+        return [row for row in found if row.startswith("random") == random]
+
+    uniform = of(lambda place: rows.uniform())
+    return uniform + of(lambda place: fitted(place, False)) + of(lambda place: fitted(place, True))
 
 
 def about(setting: Setting, models: Sequence[str], rates: Sequence[float], betas: Sequence[float], seeds: int,
@@ -134,9 +134,11 @@ def main(
         study.write([])
     places = cells(models, rates, betas)
     make = functools.partial(training.one, setting=setting, wanted=kept, fits={})
-    left = study.make(first_tasks(places, seeds, kept), make, end, jobs=jobs)
+    # While the last fits are made, uniform recipes are trained beside them.
+    left = study.make(fits_of(places) + trainings(places, 1, kept, {}), make, end, jobs=jobs)
     fits = training.found_fits(study.runs)
-    later = fitted_tasks(places, seeds, kept, fits)
+    later = [task for seed in range(1, seeds + 1) for task in trainings(places, seed, kept, fits)]
+    left = [task for task in left if task.row == FIT]
     left += study.make(later, functools.partial(make, fits=fits), end, jobs=jobs)
     study.write(left)
 

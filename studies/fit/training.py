@@ -234,7 +234,7 @@ def train(task: Task, setting: Setting, recipe: Recipe) -> Result:
     given = options(setting, task.beta2) | {"seed": task.seed}
     # A captured step reads the rate from the device.
     rate = torch.tensor(task.lr, dtype=torch.float64, device=setting.device) if graph else task.lr
-    optimizer = recipe.apply(model, **recipe.known({"lr": rate, **given, **({"capturable": True} if graph else {})}))
+    optimizer = recipe.apply(model, **recipe.known(given | {"lr": rate, "capturable": graph}))
     gradients = Gradients(model, functools.partial(made.loss, model), setting.device)
     drive: list[tuple[Callable[[], Any], str]] = [(optimizer.step, "eager")]
 

@@ -24,10 +24,7 @@ WORDS = {
     "collage_training": ["--data", "TEXT", "--only", "[ABD]"],
     "compressed_training": ["--data", "TEXT", "--only", "fp32", "--only", "2 nearest"],
     "eight_bit_adam": ["--data", "TEXT"],
-    "fit": [
-        "--data", "TEXT", "--pairs", "PAIRS", "--model", "micro", "--model", "clip-micro", "--only", "D",
-        "--only", "split", "--only", "*6.5 bytes",
-    ],
+    "fit": "--data TEXT --pairs PAIRS --model micro --model clip-micro --only D --only split --only *6.5*".split(),
     "inner_product_noise": ["--data", "TEXT"],
     "loss_scaling": ["--data", "TEXT", "--only", "inf × 1", "--steps", "10"],
     "loss_spikes": [],
@@ -39,7 +36,7 @@ WORDS = {
     "training_magnitudes": ["--data", "TEXT"],
 }
 # Those that take more than four seconds.
-LONG = ("adam_variants", "other_codes", "quantization_error")
+LONG = ("adam_variants", "fit", "other_codes", "quantization_error")
 # Tables that need more than a check makes: several seeds or devices, every part, every row.
 LARGER = {
     "bytes_and_loss": {"short"},
