@@ -11,7 +11,7 @@ and see the same batches, so the loss of D (fp32 master weights, fp32 moments) i
 
 Results are written as they come: `--minutes` begins no run that would not end in time, and `--resume` goes on.
 Calls with other models, rates, β2, seeds or rows add to one file. The first call also makes the planted cases
-(`planted.py`), on the CPU.
+(`planted.py`), on the CPU. A CLIP takes the emoji font's pairs, or those of `--pairs`, which `shapes.py` draws.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ WORDS = {
     "collage_training": ["--data", "TEXT", "--only", "[ABD]"],
     "compressed_training": ["--data", "TEXT", "--only", "fp32", "--only", "2 nearest"],
     "eight_bit_adam": ["--data", "TEXT"],
-    "fit": "--data TEXT --pairs PAIRS --model micro --model clip-micro --only D --only split --only *6.5*".split(),
+    "fit": ["--data", "TEXT", "--pairs", "PAIRS", "--model", "clip-micro", "--only", "D", "--only", "*6.5*"],
     "inner_product_noise": ["--data", "TEXT"],
     "loss_scaling": ["--data", "TEXT", "--only", "inf × 1", "--steps", "10"],
     "loss_spikes": [],
