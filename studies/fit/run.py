@@ -17,6 +17,7 @@ Calls with other models, rates, β2, seeds or rows add to one file. The first ca
 from __future__ import annotations
 
 import functools
+import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
@@ -127,9 +128,12 @@ def main(
     kept = options.matching("--only", only, names)
     betas = beta2 or BETAS
     described = about(setting, models, rates, betas, seeds, kept)
+    there = resume and out.exists()
     study = Study(out, described, resume, grows=("seeds", "model", "lr", "beta2"))
-    if "planted" not in study.about:
-        few = {"cases": planted.CASES[-1:], "steps": 20}
+    if there:
+        study.about["planted"] = json.loads(out.read_text())["planted"]
+    else:
+        few = {"cases": planted.CASES[-1:], "steps": 30}
         study.about["planted"] = planted.measured(**(few if check else {}))  # type: ignore[arg-type]
         study.write([])
     places = cells(models, rates, betas)

@@ -3,8 +3,8 @@
     python -m studies.fit.shapes --out runs/shapes
     python -m studies.fit.run --model clip-micro --pairs runs/shapes --out NAME.json
 
-A caption says what is seen: "red circle, blue star on gray". Some pairs of shapes and colors are held out, each part
-of which training has in other pairs.
+A caption says what is seen: "red circle, blue square on gray". Some pairs are held out, each half of which training
+has in other pairs.
 """
 
 from __future__ import annotations
