@@ -24,6 +24,7 @@ WORDS = {
     "collage_training": ["--data", "TEXT", "--only", "[ABD]"],
     "compressed_training": ["--data", "TEXT", "--only", "fp32", "--only", "2 nearest"],
     "eight_bit_adam": ["--data", "TEXT"],
+    "fit": ["--data", "TEXT", "--pairs", "PAIRS", "--model", "clip-micro", "--only", "D", "--only", "*6.5*"],
     "inner_product_noise": ["--data", "TEXT"],
     "loss_scaling": ["--data", "TEXT", "--only", "inf × 1", "--steps", "10"],
     "loss_spikes": [],
@@ -37,7 +38,7 @@ WORDS = {
 # Those that take more than two seconds, but one that trains images and one that trains in several processes. Of
 # memory_plans and inner_product_noise other tests of this folder run the same functions.
 LONG = (
-    "adam_variants", "collage_float8", "collage_training", "eight_bit_adam", "inner_product_noise", "loss_spikes",
+    "adam_variants", "collage_float8", "collage_training", "eight_bit_adam", "fit", "inner_product_noise", "loss_spikes",
     "memory_plans", "other_codes", "quantization_error",
 )  # fmt: skip
 # Tables that need more than a check makes: several seeds or devices, every part, every row.
