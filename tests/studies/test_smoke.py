@@ -38,8 +38,8 @@ WORDS = {
 # Those that take more than two seconds, but one that trains images and one that trains in several processes. Of
 # memory_plans and inner_product_noise other tests of this folder run the same functions.
 LONG = (
-    "adam_variants", "collage_float8", "collage_training", "eight_bit_adam", "fit", "inner_product_noise", "loss_spikes",
-    "memory_plans", "other_codes", "quantization_error",
+    "adam_variants", "collage_float8", "collage_training", "eight_bit_adam", "fit", "inner_product_noise",
+    "loss_spikes", "memory_plans", "other_codes", "quantization_error",
 )  # fmt: skip
 # Tables that need more than a check makes: several seeds or devices, every part, every row.
 LARGER = {
