@@ -20,9 +20,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-# The option of a group that has the storages of single parameters, by name; another value is another dictionary.
-STORAGES = "storages"
-LISTS = ("params", "param_names", STORAGES)  # of a group: no options that a rule reads
+# Options of a group that have the storages of single parameters, by name: those that the optimizer was made with,
+# and those that it was given since. Another value is another dictionary: a change inside one is not found.
+KEPT, STORAGES = "kept", "storages"
+LISTS = ("params", "param_names", KEPT, STORAGES)  # of a group: no options that a rule reads
 _CONSTANTS = (float, int, bool, str, NoneType)
 _DTYPE = attrgetter("dtype")
 
