@@ -12,6 +12,7 @@ import torch
 
 from narrowgauge import recipes
 from narrowgauge.optim import AdamW
+from narrowgauge.optim._tracing import Hyperparameters
 
 # The codes of 8bit and of log8 have the same dtype and size: a checkpoint must say which they are.
 OWN: list[dict[str, str]] = [
@@ -205,3 +206,12 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
         AdamW([{"params": [("w", wide)], "kept": {"w": {"weights": "split8"}}}])
     assert optimizer.param_groups[0] == before
     step(net, optimizer)
+
+
+def test_groups_alike_in_another_order_share_a_launch() -> None:
+    net = Net()
+    some, others = [{"params": [net.p0], "weight_decay": 0.1, "betas": (0.8, 0.9)}, {"params": [net.p1], "lr": 0.1}]
+    found = [Hyperparameters.of(group) for group in AdamW([some, others]).param_groups]
+    assert found[0].traced == found[1].traced
+    assert found[0].static == found[1].static
+    assert dict(zip(found[0].traced, found[0].values, strict=True))["betas.1"] == 0.9
