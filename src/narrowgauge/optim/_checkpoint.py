@@ -2,9 +2,10 @@
 
 `state_dict` is torch's: the tensors of each parameter's state as they are, and the parameter groups. The groups say
 what the tensors mean: `states`, `weights` and `block_size` name the formats, `rule` the averages, `state_version`
-the version of this layout. A small or marked parameter may have another storage than its group. The reader finds it
-by the keys, dtypes and shapes of the tensors; where those fit two storages, by the mark that the parameter has now.
-So nothing else is written, and every tool that moves torch's optimizer states can move these.
+the version of this layout. `kept` and `storages` have what single parameters have otherwise, by their names. A
+small or marked parameter may have yet another storage. The reader finds it by the keys, dtypes and shapes of the
+tensors; where those fit two storages, by the mark that the parameter has now. So nothing else is written, and every
+tool that moves torch's optimizer states can move these.
 
 Reading takes three steps. None of them touches the optimizer, so a refused checkpoint changes nothing.
 

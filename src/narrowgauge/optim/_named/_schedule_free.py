@@ -136,8 +136,8 @@ class ScheduleFreeAdamW(NarrowOptimizer):
             evaluates = isinstance(saved, Mapping) and saved.get(_MODE) is True
             if evaluates and _weights(saved) != _weights(live):
                 raise ValueError(
-                    f"state_dict: weights must be {saved.get('weights')!r} for a state that was saved in eval(), "
-                    f"got {live['weights']!r}; save it after train()"
+                    f"state_dict: weights must be {_weights(saved)!r:.200} for a state that was saved in eval(), "
+                    f"got {_weights(live)!r:.200}; save it after train()"
                 )
         super().load_state_dict(state_dict)
 
@@ -147,7 +147,7 @@ def _weights(group: Mapping[str, Any]) -> Any:
     of_single = [group.get(key) for key in (KEPT, STORAGES)]
     own = [(name, of) for each in of_single if isinstance(each, Mapping) for name, of in each.items()]
     found = {name: of["weights"] for name, of in own if isinstance(of, Mapping) and "weights" in of}
-    return group.get("weights"), found
+    return (group.get("weights"), found) if found else group.get("weights")
 
 
 def _holds(group: Mapping[str, Any], p: Tensor) -> bool:
