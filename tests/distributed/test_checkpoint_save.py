@@ -209,6 +209,35 @@ def test_an_optimizer_keeps_its_own_names(tmp_path: Path) -> None:
     assert [plan.name for _, plan in other.plans()] == names
 
 
+@pytest.mark.parametrize("called", ["by name", "by other names", "by place"])
+def test_single_parameters_are_found_in_another_order(tmp_path: Path, called: str) -> None:
+    """8bit and log8 have the same codes: a parameter that took another's storages would be read wrong."""
+
+    def optimizer_of(net: Net, turned: bool) -> Any:
+        named = list(net.named_parameters())[:: -1 if turned else 1]
+        names = [f"0.{i}" if called == "by place" else f"other.{name}" if turned and "other" in called else name
+                 for i, (name, _) in enumerate(named)]  # fmt: skip
+        at = {real: name for name, (real, _) in zip(names, named, strict=True)}
+        kept = {at["up.weight"]: {"m": "8bit", "v": "8bit"}}
+        ps = [p for _, p in named]
+        params = ps if called == "by place" else list(zip(names, ps, strict=True))
+        made = ours([{"params": params, "kept": kept}], weights="split", states="log8")
+        if not turned:
+            made.convert(net.down.weight, v="8bit")
+        return made
+
+    nets = Net(torch.bfloat16), Net(torch.bfloat16, seed=1)
+    first, second = optimizer_of(nets[0], False), optimizer_of(nets[1], True)
+    train(nets[0], first, range(3))
+    path = save_checkpoint(tmp_path, model=nets[0], optimizer=first, step=3)
+    load_checkpoint(path, model=nets[1], optimizer=second)
+    for some, others in ((nets[0].up.weight, nets[1].up.weight), (nets[0].down.weight, nets[1].down.weight)):
+        assert [slot.storage for slot in first.plan_of(some).slots] == [
+            slot.storage for slot in second.plan_of(others).slots
+        ]
+    assert train(nets[1], second, range(3, 6)) == train(nets[0], first, range(3, 6))
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")  # as torch.compile imports it
 def test_compiled_modules_have_their_plain_names(tmp_path: Path) -> None:
     net = nn.ModuleDict({"inner": nn.Linear(3, 2)})

@@ -161,6 +161,10 @@ def test_a_state_in_eval_is_refused_beside_other_weights() -> None:
         ValueError, match=r"weights must be 'split8' for a state that was saved in eval\(\), got 'master'"
     ):
         other.load_state_dict(saved.state_dict())
+    single = made(torch.bfloat16, weights="split8")
+    single.convert(single.param_groups[0]["params"][0], weights="split")
+    with pytest.raises(ValueError, match=r"weights must be 'split8' .*, got \('split8', {'.*': 'split'}\)"):
+        single.load_state_dict(saved.state_dict())
     saved.train()
     other.load_state_dict(saved.state_dict())
 

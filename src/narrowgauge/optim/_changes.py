@@ -20,9 +20,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-# The option of a group that has the storages of single parameters, by name; another value is another dictionary.
-STORAGES = "storages"
-LISTS = ("params", "param_names", STORAGES)  # of a group: no options that a rule reads
+# Options of a group that have the storages of single parameters, by name: those that the optimizer was made with,
+# and those that it was given since. Another value is another dictionary: a change inside one is not found.
+KEPT, STORAGES = "kept", "storages"
+LISTS = ("params", "param_names", KEPT, STORAGES)  # of a group: no options that a rule reads
 _CONSTANTS = (float, int, bool, str, NoneType)
 _DTYPE = attrgetter("dtype")
 
@@ -39,7 +40,9 @@ class GroupSnapshot:
 
     def __init__(self, group: Mapping[str, Any]) -> None:
         self._names, self._values = list(group), list(group.values())
-        parts: Iterable[Any] = (value for name, value in group.items() if name not in LISTS)
+        options = {name: value for name, value in group.items() if name not in LISTS}
+        self._dicts = {name: dict(value) for name, value in options.items() if type(value) is dict}
+        parts: Iterable[Any] = (tuple(v.values()) if type(v) is dict else v for v in options.values())
         parts = chain.from_iterable(part if type(part) is tuple else (part,) for part in parts)
         self._constant = all(type(part) in _CONSTANTS for part in parts)
 
@@ -47,7 +50,9 @@ class GroupSnapshot:
         """Whether the group certainly has the same options."""
         if not self._constant or len(group) != len(self._values):
             return False
-        return all(map(is_, group.values(), self._values)) and list(group) == self._names
+        if not all(map(is_, group.values(), self._values)) or list(group) != self._names:
+            return False
+        return all(group[name] == known for name, known in self._dicts.items())
 
 
 class OfGroup(Generic[T]):

@@ -2,9 +2,10 @@
 
 `state_dict` is torch's: the tensors of each parameter's state as they are, and the parameter groups. The groups say
 what the tensors mean: `states`, `weights` and `block_size` name the formats, `rule` the averages, `state_version`
-the version of this layout. A small or marked parameter may have another storage than its group. The reader finds it
-by the keys, dtypes and shapes of the tensors; where those fit two storages, by the mark that the parameter has now.
-So nothing else is written, and every tool that moves torch's optimizer states can move these.
+the version of this layout. `kept` and `storages` have what single parameters have otherwise, by their names. A
+small or marked parameter may have yet another storage. The reader finds it by the keys, dtypes and shapes of the
+tensors; where those fit two storages, by the mark that the parameter has now. So nothing else is written, and every
+tool that moves torch's optimizer states can move these.
 
 Reading takes three steps. None of them touches the optimizer, so a refused checkpoint changes nothing.
 
@@ -31,11 +32,12 @@ import torch
 from torch import Tensor
 
 from narrowgauge._arguments import is_number, shown
-from narrowgauge.optim._changes import STORAGES
+from narrowgauge._module_names import clean_name
+from narrowgauge.optim._changes import KEPT, STORAGES
 from narrowgauge.optim._checkpoint_convert import Notes, StateReader
 from narrowgauge.optim._checkpoint_foreign import VERSION_KEY, layout_of
 from narrowgauge.optim._options import LIMIT, check_limits
-from narrowgauge.optim._plan import REASON, ParamPlan, plan_param, slot_storages
+from narrowgauge.optim._plan import REASON, ParamPlan, own_storages, plan_param, slot_storages, unique_names
 from narrowgauge.optim._sharding import local
 from narrowgauge.optim._state_shapes import from_shapes
 from narrowgauge.rules import Rule
@@ -44,7 +46,7 @@ from narrowgauge.storage import StateStorage
 # Options that keep the live optimizer's value: storage, arithmetic, and the version that it writes.
 _STAYS = (
     "weights", "states", "block_size", "min_quantized_size", "arithmetic",
-    "foreach", "fused", "capturable", "differentiable", "rule", REASON, VERSION_KEY,
+    "foreach", "fused", "capturable", "differentiable", "rule", VERSION_KEY,
 )  # fmt: skip
 # Options that change steps. The checkpoint decides, as for every hyperparameter, but with a warning.
 _LIMITS = ("clip_updates", "cautious", LIMIT)
@@ -79,7 +81,6 @@ class Checkpoint:
 def read_checkpoint(
     optimizer: str,
     live: Sequence[Group],
-    names: Sequence[str],
     fixed: Callable[[Group], tuple[str, ...]],
     check: Callable[[Group], Rule],
     given: Mapping[str, Any],
@@ -88,7 +89,7 @@ def read_checkpoint(
 
     Args:
         optimizer: its class name, for messages.
-        live, names: its parameter groups, and its parameters' names in their order.
+        live: its parameter groups.
         fixed: gives, of a group, the options that no checkpoint changes, because a class is named after them.
         check: validates a group and returns its rule.
         given: the state_dict.
@@ -111,17 +112,19 @@ def read_checkpoint(
         {**mine, **new, **{option: mine[option] for option in (*_STAYS, *fixed(mine)) if option in mine}}
         for mine, new in zip(live, translated, strict=True)
     ]
-    for mine, group in zip(live, groups, strict=True):
-        if REASON not in mine:  # that of the saved storages
-            group.pop(REASON, None)
     try:
         check_limits(groups)
     except ValueError as error:
         raise ValueError(f"state_dict: {error}") from error
     checkpoint = Checkpoint(groups, dict(given["state"]))
-    notes, every = checkpoint.notes, iter(names)
-    for number, (mine, new, group) in enumerate(zip(live, translated, groups, strict=True)):
-        _take_storages(mine, new, group, number, notes)
+    notes, names = checkpoint.notes, unique_names(groups)
+    known = zip(unique_names(live), unique_names(translated), names, strict=True)
+    for number, (before, theirs, after) in enumerate(known):
+        own = _renamed(live[number], dict(zip(before, after, strict=True)), number)
+        # A saved group may have other names than this one, or none.
+        to = dict(zip(map(clean_name, (*before, *theirs)), (*after, *after), strict=True))
+        translated[number] = _renamed(translated[number], to, number)
+        _take_storages(own, translated[number], groups[number], number, notes)
     for number, (group, old) in enumerate(zip(groups, translated, strict=True)):
         members = live[number]["params"]
         former = group.pop(_FORMER_OPTION, 100)
@@ -141,8 +144,16 @@ def read_checkpoint(
             if group[option] != live[number][option]:
                 what = f"took {option}={group[option]!r} from the checkpoint, for {live[number][option]!r}"
                 notes.add(what, f"group {number}")
-        for p, identity in zip(members, group["params"], strict=True):
-            plan = plan_param(rule, group, p, next(every), 0)
+        for p, identity, name in zip(members, group["params"], names[number], strict=True):
+            try:
+                plan = plan_param(rule, group, p, name, 0)
+                likely = [declared]
+                if single := {k: v for k, v in own_storages(old, name).items() if k not in ("weights", REASON)}:
+                    likely.insert(0, slot_storages(rule, asked, single))
+            except ValueError as error:
+                raise ValueError(f"state_dict: group {number}: {error}") from error
+            if plan.kind[1] is not None:
+                likely.insert(0, _marked(plan))
             entry = checkpoint.others.pop(identity, None)
             if entry == {} and plan.slots:
                 notes.add("found an empty state, which starts anew", plan.name)
@@ -152,11 +163,7 @@ def read_checkpoint(
                 notes.add(f"dropped {_FORMER_ENTRY!r}, which {optimizer} does not keep", plan.name)
             if not entry:
                 continue
-            likely = (_marked(plan), declared) if plan.kind[1] is not None else (declared,)
-            if own := {**old.get(STORAGES, {}).get(plan.name, {})}:
-                own.pop("weights", None)
-                likely = (slot_storages(rule, asked, own), *likely)
-            reader = StateReader(optimizer, plan, local(p), entry, likely, old["block_size"], notes)
+            reader = StateReader(optimizer, plan, local(p), entry, tuple(likely), old["block_size"], notes)
             found, decoded = from_shapes(p, plan, entry, old["block_size"], reader.moments_of)
             if decoded:
                 notes.add("encoded moments anew, whose blocks were those of other shards", plan.name)
@@ -169,15 +176,46 @@ def read_checkpoint(
     return checkpoint
 
 
+def _renamed(group: Group, to: Mapping[str, str], number: int) -> dict[str, Any]:
+    """A group that has the storages of single parameters by other names; they are checked."""
+    found = dict(group)
+    for key in (KEPT, STORAGES):
+        what = f"{key!r} of group {number}"
+        _check_kind(what, group.get(key, {}), Mapping, "a dict")
+        for name, own in group.get(key, {}).items():
+            _check_kind(f"a name in {what}", name, str, "a name")
+            _check_kind(f"{name!r} in {what}", own, Mapping, "a dict")
+            for option, value in own.items():
+                _check_kind(f"{option!r} of {name!r} in {what}", value, str, "a name")
+            if name not in to and clean_name(name) not in to:
+                raise ValueError(f"state_dict: {what} must name its parameters, got {name!r}")
+        if key in group:
+            found[key] = {to.get(name) or to[clean_name(name)]: own for name, own in group[key].items()}
+    return found
+
+
 def _take_storages(mine: Group, saved: Group, group: dict[str, Any], number: int, notes: Notes) -> None:
-    """Take over the storages of single parameters, which `convert` chose beside those of the saved group."""
-    theirs = saved.get(STORAGES, {})
-    _check_kind(f"{STORAGES!r} of group {number}", theirs, Mapping, "a dict")
-    for name, own in theirs.items():
-        _check_kind(f"{name!r} in {STORAGES!r} of group {number}", own, Mapping, "a dict")
-    if theirs and any(saved.get(option) != mine[option] for option in ("weights", "states")):
-        group[STORAGES] = mine.get(STORAGES, {})
-        notes.add(f"left out {STORAGES!r} of single parameters, as those of the group differ", f"group {number}")
+    """Keep the storages that single parameters were made with, and take over those that `convert` chose since.
+
+    Those of a parameter that the two were not made alike with are left out.
+    """
+    changed, theirs = mine.get(STORAGES, {}), saved.get(STORAGES, {})
+    if theirs:
+        alike = {name: own for name, own in theirs.items() if _made_with(mine, name) == _made_with(saved, name)}
+        changed = {**{name: own for name, own in changed.items() if name in theirs}, **alike}
+        if len(alike) < len(theirs):
+            what = f"left out {STORAGES!r} of single parameters, as those that they were made with differ"
+            notes.add(what, f"group {number}")
+    for key, value in ((KEPT, mine.get(KEPT)), (STORAGES, changed)):
+        group.pop(key, None)
+        if value:
+            group[key] = value
+
+
+def _made_with(group: Group, name: str) -> dict[str, Any]:
+    found = {"weights": group.get("weights"), "states": group.get("states"), **group.get(KEPT, {}).get(name, {})}
+    found.pop(REASON, None)
+    return found
 
 
 def _marked(plan: ParamPlan) -> dict[str, StateStorage]:

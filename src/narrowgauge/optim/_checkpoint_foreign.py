@@ -32,9 +32,10 @@ from torch import Tensor
 
 from narrowgauge._arguments import Size, check, check_instance, is_integer, is_number, shown
 from narrowgauge.formats import codebook
+from narrowgauge.optim._changes import KEPT, STORAGES
 from narrowgauge.optim._checkpoint_convert import Notes, is_lossy
 from narrowgauge.optim._eager import numbers
-from narrowgauge.optim._plan import REASON, ParamPlan, SlotPlan
+from narrowgauge.optim._plan import ParamPlan, SlotPlan
 from narrowgauge.optim._sharding import local
 from narrowgauge.rules import Slot, bare
 from narrowgauge.storage import Quantized
@@ -239,8 +240,8 @@ def export_to_torch(
 
     Each moment is decoded to float32 under torch's name for it. torch casts it to the parameter's dtype when it
     loads it. It has no low words: it goes on from the parameters alone. Entries of groups that are not in
-    `options`, the names of all options of this optimizer, are exported as they are, except for the reason.
-    `with_low_words` says that the caller takes low words along.
+    `options`, the names of all options of this optimizer, are exported as they are, except for the storages of
+    single parameters. `with_low_words` says that the caller takes low words along.
 
     Raises:
         ValueError: if torch has no optimizer of this name, or groups have several rules.
@@ -254,7 +255,7 @@ def export_to_torch(
     identities = {p: number for number, (p, _) in enumerate(plans)}
     exported = []
     for number, group in enumerate(groups):
-        known = {k: v for k, v in group.items() if k in taken or not (k in options or k == REASON)}
+        known = {k: v for k, v in group.items() if k in taken or not (k in options or k in (KEPT, STORAGES))}
         exported.append({**known, "params": [identities[p] for p in group["params"]]})
         for option, neutral in _NEUTRAL.items():
             if option in group and option not in taken and group[option] != neutral:

@@ -39,7 +39,7 @@ from narrowgauge.optim._options import (
     what_plain_loses,
     with_defaults,
 )
-from narrowgauge.optim._plan import ParamPlan, kind_of, plan_param
+from narrowgauge.optim._plan import ParamPlan, check_own_storages, kind_of, plan_param, unique_names
 from narrowgauge.optim._preview import ParameterView, QuantizedMoment, moment_quality, preview
 from narrowgauge.optim._sharded_state import to_pieces
 from narrowgauge.optim._sharding import as_shared, is_shared, local
@@ -239,20 +239,15 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     def _plan_group(self, plans: dict[Tensor, ParamPlan], number: int) -> None:
         group = self.param_groups[number]
-        names = group.get("param_names") or [f"{number}.{i}" for i in range(len(group["params"]))]
-        taken = {plan.name for plan in plans.values()}
-        before = sum(len(group["params"]) for group in self.param_groups[:number])
-        for index, (name, p) in enumerate(zip(names, group["params"], strict=True), start=before):
+        *before, names = unique_names(self.param_groups[: number + 1])
+        check_own_storages(group, number, names)
+        for index, (name, p) in enumerate(zip(names, group["params"], strict=True), start=sum(map(len, before))):
             if is_lazy(p):
                 continue  # planned once a first pass has given it a shape
-            # torch lets parameters share a name; reports by name must not mix them up.
-            unique = name if name not in taken else f"{number}.{name}"
-            unique = unique if unique not in taken else f"{number}.{index}.{name}"
-            taken.add(unique)
-            plan = plans[p] = plan_param(self.rule_for(group), group, p, unique, index)
+            plan = plans[p] = plan_param(self.rule_for(group), group, p, name, index)
             if plan.shard is not None:
                 check_terms(plan.rule, group, p.dim())
-            if group["weights"] == "plain" and p.dtype != torch.float32 and not self._has_warned:
+            if plan.weight.name == "plain" and p.dtype != torch.float32 and not self._has_warned:
                 self._has_warned = True
                 warnings.warn(what_plain_loses(p.dtype, group["lr"]), stacklevel=_users_level())
 
@@ -657,14 +652,14 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 is changed then.
         """
         check_instance("state_dict", state_dict, Mapping)
-        names = [plan.name for _, plan in self.plans()]
+        self.plans()  # refuses lazy parameters that have no shape yet
         # torch casts every float state to the parameter's dtype, which would round fp32 moments to bf16. Two hooks
         # avoid that: the last pre-hook takes the states out, and the first post-hook puts them back.
         read: list[Checkpoint] = []
 
         def before(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
             checkpoint = read_checkpoint(
-                type(self).__name__, self.param_groups, names, self._fixed, self._checked_rule, given
+                type(self).__name__, self.param_groups, self._fixed, self._checked_rule, given
             )
             if checkpoint is None:
                 return None

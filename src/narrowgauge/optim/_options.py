@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge._arguments import Count, Flag, Size, check, check_choice, is_number
-from narrowgauge.optim._changes import STORAGES
+from narrowgauge.optim._changes import KEPT, STORAGES
 from narrowgauge.optim._plan import slot_storages
 from narrowgauge.rules import Rule
 from narrowgauge.storage import weight_storages
@@ -23,6 +23,10 @@ from narrowgauge.storage import weight_storages
 
 class Options(TypedDict, total=False):
     """Keyword options of every optimizer; parameter groups may override each.
+
+    A group may also say how single parameters are kept, by their names, and why, for `describe()`:
+    ``"kept": {"wte.weight": {"weights": "split", "v": "fp32", "reason": "few bits of v are noise"}}``. What it
+    leaves out is as in the group. To change it, put another dictionary in its place.
 
     Attributes:
         weights: ``"auto"``, ``"plain"``, ``"kahan"``, ``"expansion"``, ``"split"``, ``"split8"``, ``"stochastic"``
@@ -147,9 +151,9 @@ def option_values(group: Mapping[str, Any]) -> tuple[Any, ...]:
     others = (group[option] for option in _DEFAULTS if option not in ("states", LIMIT))
     # Whether there is a limit; what it is may change at every step.
     limited = group[LIMIT] is not None
-    own = tuple((name, *storages.items()) for name, storages in group.get(STORAGES, {}).items())
     shown = tuple(states.items()) if isinstance(states, Mapping) else states
-    return shown, *others, limited, group.get("amsgrad"), own
+    # Equal at once where they are the same dictionaries.
+    return shown, *others, limited, group.get("amsgrad"), group.get(KEPT), group.get(STORAGES)
 
 
 def what_plain_loses(dtype: torch.dtype, lr: float | Tensor) -> str:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from narrowgauge._arguments import shown
 from narrowgauge._torch_private import is_flattened
 from narrowgauge.kernels._codec import Codec, Moment
-from narrowgauge.optim._changes import STORAGES
+from narrowgauge.optim._changes import KEPT, STORAGES
 from narrowgauge.optim._sharding import Shard, is_shared, shard_of
 from narrowgauge.rules import WEIGHT, Rule, Slot, has_terms
 from narrowgauge.storage import (
@@ -29,7 +30,7 @@ from narrowgauge.storage import (
 # A parameter's dtype and the states that it is marked with.
 Kind = tuple[torch.dtype, str | None]
 State = dict[str, Tensor]
-REASON = "reason"  # key of a group: why its parameters are kept as they are, for `describe()`
+REASON = "reason"  # of what a group has under KEPT: why a parameter is kept so, for `describe()`
 PLAIN = (Tensor, torch.nn.Parameter)  # classes whose memory kernels may use
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -137,7 +138,7 @@ class ParamPlan:
         slots: one plan a moment.
         inactive: those of moments that the hyperparameters switch off; they may come back.
         strict: whether every operation is rounded to the storages' formats.
-        why: the group's reason for its storages, and what differs from what was asked for; empty if nothing.
+        why: the reason that was given for its storages, and what differs from what was asked for; empty if nothing.
         kind: what the plan depends on besides the options; see `kind_of`.
         shard: the part of the parameter on this rank; None if all of it is.
         weight_key: the state's key of the low word; None without one.
@@ -246,11 +247,13 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
     if dtype not in _DTYPES:
         raise ValueError(f"params must be float32, bfloat16 or float16, got {dtype} ({name})")
     strict = group["arithmetic"] == "strict"
-    own = dict(group.get(STORAGES, {}).get(name, {}))
-    asked = own.pop("weights", group["weights"])
-    if asked != "auto" and dtype not in weight_storage(asked).dtypes:
-        asked = group["weights"]  # a checkpoint's, of another dtype
-    weight = weight_storage(automatic_weights(dtype, strict) if asked == "auto" else asked)
+    own = own_storages(group, name, dtype)
+    asked, noted = own.pop("weights", group["weights"]), own.pop(REASON, None)
+    try:
+        weight = weight_storage(automatic_weights(dtype, strict) if asked == "auto" else asked)
+        storages, active = slot_storages(rule, group, own), rule.slots(group)
+    except ValueError as error:  # of its own; the group's have been checked
+        raise ValueError(f"{error} ({name})") from None
     if dtype not in weight.dtypes:
         taken = " or ".join(str(dtype).removeprefix("torch.") for dtype in weight.dtypes)
         # accelerate shards a model after its optimizer was made.
@@ -260,7 +263,6 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
         )
     if strict and not weight.rounded:
         raise ValueError(f"weights must be stored in floats for arithmetic='strict', got {weight.name!r}")
-    storages, active = slot_storages(rule, group, own), rule.slots(group)
     shard = shard_of(p)
     why: dict[str, list[str]] = {}  # by reason, the slots that differ for it
     plans: dict[Slot, SlotPlan] = {}
@@ -298,8 +300,48 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
             plans[slot] = replace(plan, normalizer=by_name.get(slot.normalizer or ""))
     slots = tuple(plans.pop(slot) for slot in active)
     differing = (f"{', '.join(names)} {reason}" for reason, names in why.items())
-    noted = "; ".join(filter(None, (group.get(REASON), *differing)))
+    noted = "; ".join(filter(None, (noted, *differing)))
     return ParamPlan(name, index, rule, weight, slots, tuple(plans.values()), strict, noted, kind, shard)
+
+
+def own_storages(group: Mapping[str, Any], name: str, dtype: torch.dtype | None = None) -> dict[str, str]:
+    """What a parameter has of its own, beside its group: ``weights``, storages by slot, and the ``reason``.
+
+    Of what `NarrowOptimizer.convert` chose, which a checkpoint may bring, it leaves out weights that a `dtype` does
+    not have.
+    """
+    changed = dict(group.get(STORAGES, {}).get(name, {}))
+    if dtype is not None and "weights" in changed and dtype not in weight_storage(changed["weights"]).dtypes:
+        del changed["weights"]
+    return {**group.get(KEPT, {}).get(name, {}), **changed}
+
+
+def unique_names(groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """By group the names of its parameters: as the user named them, or their places, ``"group.index"``.
+
+    torch lets parameters share a name; reports by name must not mix them up, so a later one has its place in it.
+    """
+    found: list[list[str]] = []
+    taken: set[str] = set()
+    for number, group in enumerate(groups):
+        given = group.get("param_names") or [f"{number}.{i}" for i in range(len(group["params"]))]
+        found.append([])
+        for index, name in enumerate(given, start=sum(map(len, found))):
+            unique = name if name not in taken else f"{number}.{name}"
+            unique = unique if unique not in taken else f"{number}.{index}.{name}"
+            taken.add(unique)
+            found[-1].append(unique)
+    return found
+
+
+def check_own_storages(group: Mapping[str, Any], number: int, names: Iterable[str]) -> None:
+    """Refuse storages of single parameters that are not by the names of a group's parameters."""
+    for key in (KEPT, STORAGES):
+        given = group.get(key, {})
+        if not isinstance(given, Mapping) or not all(isinstance(own, Mapping) for own in given.values()):
+            raise ValueError(f"{key!r} of group {number} must be a dict of dicts, by parameter, got {shown(given)}")
+        if strays := given.keys() - set(names):
+            raise ValueError(f"{key!r} of group {number} must name its parameters, got {min(map(str, strays))!r}")
 
 
 def slot_storages(

@@ -122,7 +122,7 @@ class Hyperparameters:
     def of(cls, group: Mapping[str, Any]) -> Hyperparameters:
         traced: dict[str, Any] = {}
         static: list[tuple[str, Static]] = []
-        for name, value in group.items():
+        for name, value in sorted(group.items()):  # groups alike, in whatever order they were given, share a launch
             if name in LISTS:
                 continue
             if isinstance(value, tuple | list) and value and all(map(_is_number, value)):

@@ -17,6 +17,7 @@ from torch import nn
 
 from narrowgauge._arguments import Size, check
 from narrowgauge.linear._swap import swap_named
+from narrowgauge.optim._changes import KEPT
 from narrowgauge.optim._groups import named
 from narrowgauge.optim._plan import REASON, slot_storages
 from narrowgauge.recipes._bill import Bill
@@ -91,27 +92,28 @@ class FittedRecipe(Recipe):
             raise ValueError(f"{error}; {self._fitted_for()}") from None
 
     def _grouped(self, model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """A group for each choice, and for its parameters without decay one more."""
-        chosen: dict[int, int] = {}  # by parameter, the number of its choice
+        """The same groups, since a step takes longer for more of them; each parameter has its choice's storages."""
+        chosen: dict[int, dict[str, str]] = {}  # by parameter, what it has of its own
         try:
-            for number, choice in enumerate(self.choices):
-                chosen = dict.fromkeys(named("choices", model, choice.parameters), number) | chosen
+            for choice in self.choices:
+                own = self._own(choice)
+                chosen = dict.fromkeys(named("choices", model, choice.parameters), own) | chosen
         except ValueError as error:
             raise ValueError(f"{error}; {self._fitted_for()}") from None
-        found = []
-        for number, choice in enumerate(self.choices):
-            kept = {"weights": choice.chosen.weights, "states": _states(choice.chosen), REASON: choice.reason}
-            for group in groups:
-                members = [(name, p) for name, p in group["params"] if chosen.get(id(p)) == number]
-                found += [{**group, **kept, "params": members}] if members else []
-        for group in groups:
-            for name, p in group["params"]:
-                if id(p) not in chosen:
-                    raise ValueError(
-                        f"model must have parameters that some choice of the recipe names, got {name!r}; "
-                        f"{self._fitted_for()}"
-                    )
-        return found
+        for name, p in (named_p for group in groups for named_p in group["params"]):
+            if id(p) not in chosen:
+                raise ValueError(
+                    f"model must have parameters that some choice of the recipe names, got {name!r}; "
+                    f"{self._fitted_for()}"
+                )
+        return [{**group, KEPT: {name: chosen[id(p)] for name, p in group["params"]}} for group in groups]
+
+    def _own(self, choice: Choice) -> dict[str, str]:
+        """What a choice's parameters have beside what the recipe gives all."""
+        kept = choice.chosen
+        if (kept.weights, _states(kept)) == (self.weights, self.states):
+            return {REASON: choice.reason}
+        return {"weights": kept.weights, **kept.states, REASON: choice.reason}
 
     def _fitted_for(self) -> str:
         """What the recipe was fitted for, to end a refusal with."""

@@ -18,6 +18,7 @@ from torch import nn
 
 from narrowgauge._arguments import FloatDtype, check
 from narrowgauge.optim import AdamW, NarrowOptimizer
+from narrowgauge.optim._changes import KEPT
 from narrowgauge.optim._groups import parted
 from narrowgauge.optim._plan import slot_storages
 from narrowgauge.recipes._cast import cast, compute_in_fp32, kept_layers
@@ -231,7 +232,7 @@ class Recipe:
             return make(params, weights=weights, states=states, **options)
 
     def _grouped(self, model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The groups by decay, divided by how their parameters are kept where the recipe has several ways."""
+        """The groups by decay, with how single parameters are kept where the recipe has several ways."""
         return groups
 
     def _stored(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -243,7 +244,17 @@ class Recipe:
             for name, p in group["params"]:
                 parts[wide and p.dtype == torch.float32].append((name, p))
             found += [{**group, "params": parts[False]}, {**group, "params": parts[True], "weights": "plain"}]
-        return [group for group in found if group["params"]]
+        found = [group for group in found if group["params"]]
+        for group in found:
+            if KEPT in group:
+                group[KEPT] = {name: _kept(p.dtype, group[KEPT][name]) for name, p in group["params"]}
+        return found
+
+
+def _kept(dtype: torch.dtype, own: Mapping[str, str]) -> dict[str, str]:
+    """How a parameter is kept: plain where its weight storage does not take its dtype, as fp32 beside bf16."""
+    fits = dtype in weight_storage(own.get("weights", "plain")).dtypes
+    return {**own} if fits else {**own, "weights": "plain"}
 
 
 def decay_groups(model: nn.Module, decay_all: bool, no_decay: str | Iterable[str] = ()) -> list[dict[str, Any]]:

@@ -26,6 +26,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from narrowgauge._module_names import clean_name, unwrap_model
 from narrowgauge.distributed._offload import CPUOffload
 from narrowgauge.optim import NarrowOptimizer, QuantizedGradients
+from narrowgauge.optim._changes import KEPT, STORAGES
+from narrowgauge.optim._plan import unique_names
 from narrowgauge.optim._sharded_state import Chunks, in_blocks
 
 from ._format import DTYPE_NAMES, Manifest, decode_value, encode_value, tensor_keys
@@ -129,8 +131,10 @@ def _optimizer_values(
         ]
         states.append([name, {"dict": pairs}])
     groups = []
+    own_names = unique_names(state_dict["param_groups"])
     for number, (packed, named) in enumerate(zip(state_dict["param_groups"], names, strict=True)):
         options = {key: value for key, value in packed.items() if key not in ("params", "param_names")}
+        _rename(options, dict(zip(own_names[number], named, strict=True)))
         groups.append(
             {
                 "params": named,
@@ -200,6 +204,13 @@ def writes(tensor: Tensor, rank: int, own: bool) -> bool:
     )
 
 
+def _rename(options: dict[str, Any], to: Mapping[str, str]) -> None:
+    """Give the storages of single parameters, in a group's options, by other names."""
+    for key in (KEPT, STORAGES):
+        if isinstance(options.get(key), Mapping):
+            options[key] = {to.get(name, name): own for name, own in options[key].items()}
+
+
 def check_groups(saved: Mapping[str, Any], order: list[list[str]]) -> None:
     """Refuse a saved optimizer whose groups hold other parameters than the live one's (`order`: names by group).
 
@@ -241,7 +252,10 @@ def optimizer_state_dict(
         # A live optimizer keeps its own names.
         names = {"param_names": list(named)} if group["named"] and order is None else {}
         params = [identities[name] for name in named]
-        groups.append({**decode_value(group["options"], tensors), **names, "params": params})
+        options = decode_value(group["options"], tensors)
+        if not names:  # places are understood beside any names
+            _rename(options, {name: f"{number}.{place}" for place, name in enumerate(named)})
+        groups.append({**options, **names, "params": params})
     states = decode_value(saved["state"], tensors)
     for name, sources in (boxes or {}).items():
         states[name] = Chunks(sources, states[name])

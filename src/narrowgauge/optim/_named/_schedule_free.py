@@ -12,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from narrowgauge import rules
 from narrowgauge._arguments import Count, Flag, check
+from narrowgauge.optim._changes import KEPT, STORAGES
 from narrowgauge.optim._optimizer import NarrowOptimizer
 from narrowgauge.optim._options import Options
 from narrowgauge.optim._sharding import is_shared, local
@@ -133,12 +134,20 @@ class ScheduleFreeAdamW(NarrowOptimizer):
         groups = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
         for live, saved in zip(self.param_groups, groups if isinstance(groups, list | tuple) else (), strict=False):
             evaluates = isinstance(saved, Mapping) and saved.get(_MODE) is True
-            if evaluates and saved.get("weights") != live["weights"]:
+            if evaluates and _weights(saved) != _weights(live):
                 raise ValueError(
-                    f"state_dict: weights must be {saved.get('weights')!r} for a state that was saved in eval(), "
-                    f"got {live['weights']!r}; save it after train()"
+                    f"state_dict: weights must be {_weights(saved)!r:.200} for a state that was saved in eval(), "
+                    f"got {_weights(live)!r:.200}; save it after train()"
                 )
         super().load_state_dict(state_dict)
+
+
+def _weights(group: Mapping[str, Any]) -> Any:
+    """The weight storages of a group and of its single parameters."""
+    of_single = [group.get(key) for key in (KEPT, STORAGES)]
+    own = [(name, of) for each in of_single if isinstance(each, Mapping) for name, of in each.items()]
+    found = {name: of["weights"] for name, of in own if isinstance(of, Mapping) and "weights" in of}
+    return (group.get("weights"), found) if found else group.get("weights")
 
 
 def _holds(group: Mapping[str, Any], p: Tensor) -> bool:
