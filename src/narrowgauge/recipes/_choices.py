@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from narrowgauge.linear import LinearPlan
 
-# What rounding may add to the gradient's noise where nothing else is asked for, as a share of standard deviations.
-TOLERANCE = 0.2
+# How far rounding may move the loss at the end where nothing else is asked for, in nats.
+TOLERANCE = 0.002
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Kept:
         states: the storage of each moment, by slot: ``{"m": "log4", "v": "log8"}``.
         bytes: bytes a parameter: weight, gradient, low word and moments.
         noise: what rounding adds to the weights over the run, as a share of what the gradient's noise adds.
+        loss: how far the loss at the end may be from that of fp32 for it, in nats.
         ms: milliseconds of an optimizer step of these parameters; None if it was not timed.
     """
 
@@ -27,6 +28,7 @@ class Kept:
     states: Mapping[str, str]
     bytes: float
     noise: float
+    loss: float = 0.0
     ms: float | None = None
 
 

@@ -26,7 +26,7 @@ from narrowgauge.optim import AdamW, NarrowOptimizer
 from narrowgauge.recipes._choices import TOLERANCE, LayerChoice
 from narrowgauge.recipes._fitted import FittedRecipe
 
-from ._choose import TooFewBytesError, for_bytes
+from ._choose import Chosen, TooFewBytesError, for_bytes
 from ._layers import fit_layers
 from ._multiplies import LayerRecords
 from ._probe import Progress, probe
@@ -34,6 +34,8 @@ from ._replay import Replay
 from ._storages import WEIGHTS, Measured
 
 _FORMATS = {"none": (), "int8": ("int8",), "e4m3": ("e4m3",), "auto": ("int8", "e4m3")}
+# What rounding in a multiply may add to the gradient of its layer, as a share of the noise of that gradient.
+_OF_LAYERS = 0.2
 # Of the model, not of a replay: each sample has its own decay, and its gradients are clipped already.
 _OF_THE_MODEL = ("decay_all", "no_decay", "keep_fp32", "weight_decay", "max_grad_norm", "min_quantized_size")
 
@@ -66,7 +68,8 @@ def fit(
     """Choose how each parameter's weight and moments are kept, and the plan of each linear layer.
 
     A copy of the model is trained for some steps. What each storage would lose over the planned run is measured
-    with the gradients of these steps, as a share of the noise that they have anyway. See docs/guides/fit.md.
+    with the gradients of these steps: what rounding adds to their noise, and what that costs in loss. See
+    docs/guides/fit.md.
 
     Args:
         model: on the device of its training; it is left alone.
@@ -76,8 +79,8 @@ def fit(
         steps: of the planned run.
         memory: of the GPU that will train, such as ``"24GB"``: the plan of `plan_memory` must fit.
         bytes_per_parameter: what weight, gradient and states together may take.
-        tolerance: what rounding may add to a parameter over the run, as a share of what the gradient's noise adds
-            (of standard deviations). 0.2 if none of these three is given.
+        tolerance: how far rounding may move the loss at the end of the run, in nats. 0.002 if none of these three
+            is given.
         schedule, warmup, final_lr: of the planned run: ``"constant"``, ``"linear"`` or ``"cosine"``, the steps of
             the rise, and the last rate as a share of `lr`.
         optimizer: a class of `narrowgauge.optim` whose rule is elementwise.
@@ -130,13 +133,14 @@ def fit(
         found.samples, optimizer, {"seed": seed, **{k: v for k, v in options.items() if k not in _OF_THE_MODEL}},
         int(options.get("min_quantized_size", 4096)), steps,
         lambda number: lr * rate_factor(schedule, number, steps=steps, warmup=warmup, final=final_lr), seed,
+        found.terms * accumulate,
     )  # fmt: skip
     layers: tuple[LayerChoice, ...] = ()
     if records:
         progress("measuring linear layers", 0.0)
         layers = fit_layers(
             records[0], {sample.name: sample.noise_to_signal for sample in found.samples},
-            formats=_FORMATS[linear], tolerance=tolerance or TOLERANCE, timed=linear == "auto",
+            formats=_FORMATS[linear], tolerance=_OF_LAYERS, timed=linear == "auto",
         )  # fmt: skip
     measured = Measured(replay, found.samples, dtype, int(options.get("block_size", 256)))
     measured.play(seconds - (time.perf_counter() - begun), progress)
@@ -157,12 +161,12 @@ def fit(
         chosen, limit = _for_memory(measured, model, memory, asked, facts), f"{memory} of memory"
     else:
         chosen = measured.within(tolerance or TOLERANCE)
-        limit = f"at most {tolerance or TOLERANCE:g} of the gradient's noise"
+        limit = f"the loss moves by at most {tolerance or TOLERANCE:g}"
     made = measured.recipe(chosen, {**facts, "limit": limit}, next(model.parameters()).device, progress)
     return replace(made, layers=layers)
 
 
-def _for_bytes(measured: Measured, each: float) -> dict[str, int]:
+def _for_bytes(measured: Measured, each: float) -> Chosen:
     try:
         return for_bytes(measured.groups, each)
     except TooFewBytesError as error:
@@ -172,8 +176,8 @@ def _for_bytes(measured: Measured, each: float) -> dict[str, int]:
 
 def _for_memory(
     measured: Measured, model: nn.Module, memory: int | str, plan: Mapping[str, Any], facts: Mapping[str, Any]
-) -> dict[str, int]:
-    """The quietest choice whose training fits into a memory by `plan_memory`.
+) -> Chosen:
+    """The choice that costs the least loss of those whose training fits into a memory by `plan_memory`.
 
     The peak of a choice says how many more bytes a parameter, or how many fewer, there are for the next try.
     """
@@ -181,7 +185,7 @@ def _for_memory(
 
     room, elements = parse_bytes("memory", memory), sum(one.elements for one in measured.groups)
 
-    def peak(chosen: Mapping[str, int]) -> int:
+    def peak(chosen: Chosen) -> int:
         return plan_memory(model, measured.untimed(chosen, {**facts, "limit": str(memory)}), **plan).peak
 
     best = {one.name: 0 for one in measured.groups}

@@ -1,28 +1,29 @@
-"""The choice of storages: for each group of like parameters the bytes that are worth their noise.
+"""The choice of storages: for each group of like parameters the bytes that are worth their loss.
 
-The noise of a parameter's weight storage and of its moments' are measured one by one. They are independent, so the
-squares of their shares add up. Of all pairs only those on the frontier are left: no other is narrower and quieter.
+What a weight storage and what moments cost is measured one by one. Their errors are independent, so what they cost
+adds up. Of all pairs only those on the frontier are left: no other is narrower and costs less.
 
-With a tolerance each group takes the narrowest pair within it. With a number of bytes, the choice minimizes the
-mean square of the shares over all elements, by one price λ of a byte for all groups: each takes the pair with the
-least share² + λ·bytes. The price falls until the bytes are spent, and what is left buys the best single exchanges.
-Shares below `FREE` count as `FREE`, as nobody could tell them from none.
+The choice is made with one price λ of a byte for all groups: each takes the pair with the least loss + λ·bytes. For
+a tolerance the price rises until no more loss may be added, for a number of bytes it falls until they are spent.
+What is left then buys the best single exchanges. Below `FREE` a loss counts as none, as nobody could tell it from
+none; each group has a share of that by its elements.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from narrowgauge.recipes._choices import Kept
 
-FAR = 4.0
-FREE = 0.01  # a ten-thousandth of the variance of the gradient's noise
+FREE = 1e-4  # nats, of a whole model
+_FAR, _NOISE = 4.0, 0.01
 _LESS = 0.9
-_NEVER = 1e6  # a share that is not finite
+_NEVER = 1e6  # a loss that is not finite
+Chosen = dict[str, int]  # by the name of a group, the place on its frontier
 
 
 class TooFewBytesError(Exception):
@@ -35,110 +36,140 @@ class TooFewBytesError(Exception):
 
 @dataclass(frozen=True)
 class Candidates:
-    """Parameters that are kept alike, and their frontier: ways to keep them, from the fewest bytes to the most."""
+    """Parameters that are kept alike, and their frontier: ways to keep them, from the fewest bytes to the most.
+
+    `free` is the loss that counts as none.
+    """
 
     names: tuple[str, ...]
     elements: int
     frontier: tuple[Kept, ...]
+    free: float = 0.0
 
     @property
     def name(self) -> str:
         """The first one's."""
         return self.names[0]
 
+    def loss(self, place: int) -> float:
+        """What a way costs."""
+        return max(self.free, min(self.frontier[place].loss, _NEVER))
 
-def frontier(options: Sequence[Kept]) -> tuple[Kept, ...]:
-    """Those of the options that are quieter than all narrower ones, by a tenth at least, the narrowest first."""
+    def bytes(self, place: int) -> float:
+        """What a way takes, in all."""
+        return self.elements * self.frontier[place].bytes
+
+
+def frontier(options: Sequence[Kept], free: float = 0.0) -> tuple[Kept, ...]:
+    """Those of the options that cost less than all narrower ones, by a tenth at least, the narrowest first."""
     found: list[Kept] = []
-    for option in sorted(options, key=lambda kept: (kept.bytes, kept.noise)):
-        if not found or (option.noise < _LESS * found[-1].noise and found[-1].noise > FREE):
+    for option in sorted(options, key=lambda kept: (kept.bytes, kept.loss)):
+        if not found or (option.loss < _LESS * found[-1].loss and found[-1].loss > free):
             found.append(option)
     return tuple(found)
 
 
-def alike(measured: Mapping[str, Sequence[float]], like: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
+def alike(noise: Mapping[str, Sequence[float]], like: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
     """Groups of like parameters, without those that differ from the others.
 
-    A parameter is in a group of its own if one of its shares is more than `FAR` times, or less than one `FAR`-th,
-    the median of the like ones; shares below `FREE` count as that.
+    A parameter is in a group of its own if the noise of one way to keep it is more than `_FAR` times, or less than
+    one `_FAR`-th, the median of the like ones; noise below a hundredth counts as that.
 
     Args:
-        measured: by name the share of each way to keep it, in one order.
+        noise: by name that of each way to keep it, in one order.
         like: names of parameters that are alike by name.
     """
     found = []
     for names in like:
-        shares = np.maximum(FREE, np.minimum([measured[name] for name in names], _NEVER))
+        shares = np.maximum(_NOISE, np.minimum([noise[name] for name in names], _NEVER))
         ratio = shares / np.median(shares, axis=0)
-        far = ((ratio > FAR) | (ratio < 1 / FAR)).any(axis=1)
+        far = ((ratio > _FAR) | (ratio < 1 / _FAR)).any(axis=1)
         together = tuple(name for name, apart in zip(names, far, strict=True) if not apart)
         found += [together] if together else []
         found += [(name,) for name, apart in zip(names, far, strict=True) if apart]
     return found
 
 
-def within(parameters: Sequence[Candidates], tolerance: float) -> dict[str, int]:
-    """By name the place on the frontier of the narrowest way within a tolerance, or of the quietest of all."""
-    return {
-        one.name: next((i for i, kept in enumerate(one.frontier) if kept.noise <= tolerance), len(one.frontier) - 1)
-        for one in parameters
-    }
+def within(groups: Sequence[Candidates], tolerance: float) -> Chosen:
+    """The narrowest choice that costs at most so much loss; the one that costs least if none does."""
+
+    def fits(chosen: Chosen) -> bool:
+        return loss_of(groups, chosen) <= tolerance
+
+    chosen = _at(groups, 0.0)
+    if not fits(chosen):
+        return chosen
+    chosen = _at(groups, _price(groups, lambda price: not fits(_at(groups, price)))[0])
+    return _exchanged(groups, chosen, lambda other: fits(other), narrower=True)
 
 
-def for_bytes(parameters: Sequence[Candidates], each: float) -> dict[str, int]:
-    """The quietest choice of at most so many bytes a parameter.
+def for_bytes(groups: Sequence[Candidates], each: float) -> Chosen:
+    """The choice of at most so many bytes a parameter that costs least.
 
     Raises:
         TooFewBytesError: if the narrowest choice takes more.
     """
-    elements = sum(one.elements for one in parameters)
-    budget = each * elements + 1e-6 * elements
+    elements = sum(one.elements for one in groups)
+    budget = each * elements * (1 + 1e-6)
 
-    def spent(chosen: Mapping[str, int]) -> float:
-        return sum(one.elements * one.frontier[chosen[one.name]].bytes for one in parameters)
+    def fits(chosen: Chosen) -> bool:
+        return bytes_of(groups, chosen) <= budget
 
-    least = spent({one.name: 0 for one in parameters}) / elements
-    if least > each * (1 + 1e-6):
-        raise TooFewBytesError(least)
-    low, high = 0.0, 4.0 * _NEVER**2
-    chosen = _at_price(parameters, low)
-    if spent(chosen) > budget:
-        for _ in range(200):
-            price = math.sqrt(max(low, 1e-12) * high)
-            if spent(_at_price(parameters, price)) > budget:
-                low = price
-            else:
-                high = price
-        chosen = _at_price(parameters, high)
-    return _spend(parameters, chosen, budget - spent(chosen))
+    least = bytes_of(groups, {one.name: 0 for one in groups})
+    if least > budget:
+        raise TooFewBytesError(least / elements)
+    chosen = _at(groups, 0.0)
+    if not fits(chosen):
+        chosen = _at(groups, _price(groups, lambda price: fits(_at(groups, price)))[1])
+    return _exchanged(groups, chosen, fits, narrower=False)
 
 
-def _at_price(parameters: Sequence[Candidates], price: float) -> dict[str, int]:
+def bytes_of(groups: Sequence[Candidates], chosen: Chosen) -> float:
+    """Bytes of a choice, in all."""
+    return sum(one.bytes(chosen[one.name]) for one in groups)
+
+
+def loss_of(groups: Sequence[Candidates], chosen: Chosen) -> float:
+    """Loss that a choice adds, in nats, without what counts as none."""
+    return sum(one.loss(chosen[one.name]) - one.free for one in groups)
+
+
+def _at(groups: Sequence[Candidates], price: float) -> Chosen:
+    """What each group takes at a price of a byte."""
     return {
-        one.name: min(range(len(one.frontier)), key=lambda i: cost(one.frontier[i]) + price * one.frontier[i].bytes)
-        for one in parameters
+        one.name: min(range(len(one.frontier)), key=lambda i: (one.loss(i) + price * one.bytes(i), one.bytes(i)))
+        for one in groups
     }
 
 
-def _spend(parameters: Sequence[Candidates], chosen: dict[str, int], left: float) -> dict[str, int]:
-    """Take the best exchanges that the bytes that are left allow."""
+def _price(groups: Sequence[Candidates], too_high: Callable[[float], bool]) -> tuple[float, float]:
+    """The highest price that is not too high, and the lowest that is, within a hair."""
+    low, high = 0.0, _NEVER
+    if not too_high(high):
+        return high, high
+    for _ in range(100):
+        price = math.sqrt(max(low, 1e-20) * high)
+        low, high = (low, price) if too_high(price) else (price, high)
+    return low, high
+
+
+def _exchanged(
+    groups: Sequence[Candidates], chosen: Chosen, fits: Callable[[Chosen], bool], *, narrower: bool
+) -> Chosen:
+    """Take the best exchanges of single groups that fit: bytes for loss, or loss for bytes."""
     while True:
-        best: tuple[float, str, int, float] | None = None
-        for one in parameters:
-            now = one.frontier[chosen[one.name]]
-            for i in range(chosen[one.name] + 1, len(one.frontier)):
-                more = one.elements * (one.frontier[i].bytes - now.bytes)
-                gain = one.elements * (cost(now) - cost(one.frontier[i]))
-                if more <= left and gain > 0 and (best is None or gain / more > best[0]):
-                    best = gain / more, one.name, i, more
+        best: tuple[float, Chosen] | None = None
+        for one in groups:
+            now = chosen[one.name]
+            for i in range(now) if narrower else range(now + 1, len(one.frontier)):
+                gain = abs(one.bytes(now) - one.bytes(i)) if narrower else one.loss(now) - one.loss(i)
+                paid = abs(one.loss(now) - one.loss(i)) if narrower else one.bytes(i) - one.bytes(now)
+                worth = gain / max(paid, 1e-12)
+                if gain > 0 and (best is None or worth > best[0]) and fits(other := {**chosen, one.name: i}):
+                    best = worth, other
         if best is None:
             return chosen
-        chosen[best[1]], left = best[2], left - best[3]
-
-
-def cost(kept: Kept) -> float:
-    """The share of noise, squared; see the module."""
-    return max(FREE, min(kept.noise, _NEVER)) ** 2
+        chosen = best[1]
 
 
 def total_noise(parts: Sequence[tuple[int, float]]) -> float:

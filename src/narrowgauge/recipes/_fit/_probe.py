@@ -66,6 +66,13 @@ class Sample:
         return max(0.0, float((mean.square() - self.noise / len(self.gradients)).mean()))
 
     @property
+    def mean(self) -> Tensor:
+        """The mean gradient, shortened to the length that is estimated without bias: float32 (n,)."""
+        mean = self.gradients.float().mean(0)
+        length = float(mean.square().mean())
+        return mean * (math.sqrt(self.signal / length) if length else 0.0)
+
+    @property
     def noise_to_signal(self) -> float:
         """The noise of a step's gradient over the gradient itself.
 
@@ -78,11 +85,20 @@ class Sample:
 
 @dataclass(eq=False)
 class Probed:
-    """What the probe found: a sample of each parameter, its losses, and the examples of its first batch."""
+    """What the probe found.
+
+    Attributes:
+        samples: of each parameter.
+        losses: of its steps.
+        examples: of the first batch.
+        terms: what the loss of a batch is a mean of: numbers in its largest tensor of integers (tokens, labels), or
+            its examples.
+    """
 
     samples: list[Sample]
     losses: list[float]
     examples: int
+    terms: int
 
 
 class BatchStream(Iterator[Any]):
@@ -97,7 +113,7 @@ class BatchStream(Iterator[Any]):
         self._iterator: Iterator[Any] = iter(())
         self._first: list[Tensor] = []
         self._count = 0
-        self.examples = 1  # of the first batch
+        self.examples = self.terms = 1  # of the first batch; see `Probed`
 
     def __next__(self) -> Any:
         batch = next(self._iterator, None)
@@ -117,6 +133,8 @@ class BatchStream(Iterator[Any]):
             raise ValueError("batches() must give different batches, got the same one twice")
         if self._count == 1:
             self._first, self.examples = tensors(found), examples(found)
+            sizes = [t.numel() for t in self._first if not (t.is_floating_point() or t.is_complex())]
+            self.terms = max([self.examples, *sizes])
         return found
 
     def _same(self, found: list[Tensor]) -> bool:
@@ -203,7 +221,7 @@ def probe(
         )
         for name, p in parameters.items()
     ]  # fmt: skip
-    return Probed(samples, losses, stream.examples)
+    return Probed(samples, losses, stream.examples, stream.terms)
 
 
 def sample_places(sizes: Mapping[str, int], block: int) -> dict[str, Tensor]:

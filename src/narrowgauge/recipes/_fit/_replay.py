@@ -1,31 +1,37 @@
-"""Replay: what each storage loses over a run, by the storage's own arithmetic.
+"""Replay: what each storage loses over a run, by the storage's own arithmetic, and what that costs in loss.
 
 The recorded gradients are played to optimizers that keep the same sample of weights in different storages, for as
 many steps as time allows, with the learning rates of the planned run from its first step to its last. Beside each
-narrow optimizer runs one with fp32 master weights and fp32 moments. The **error** of a storage is the difference of
-their displacements.
-
-**Three parts.** The first quarter is not judged: moments begin at zero there, once in a run. Of each later quarter
-the displacement is judged by itself, and the worst quarter counts. At the end of a schedule rates are small, and a
-weight that stands still there keeps noise that small steps would have averaged out; over the whole run it would
-hardly be seen.
+narrow optimizer runs one with fp32 master weights and fp32 moments. The **error** e of a storage is the difference
+of their displacements. The first quarter is not judged: moments begin at zero there, once in a run.
 
 **Gradients.** A step's gradient is s·μ + ξ·(g_r − μ)·c, with a recorded g_r drawn at random, their mean μ, a random
-sign ξ = ±1, and c = √(R/(R − 1)) for R recorded ones. So the noise has the variance that was measured. The mean of
-R noisy gradients is too long, because it still has a share 1/R of their variance: s shortens it to the length that
-is estimated without bias.
+sign ξ = ±1, and c = √(R/(R − 1)) for R recorded ones. So the noise has the variance σ² that was measured. The mean
+of R noisy gradients is too long, because it still has a share 1/R of their variance: s shortens it to the length
+that is estimated without bias.
 
-**Noise and bias.** All is played twice, with two orders of gradients A and B. The reference's displacements then
-differ by the gradient's noise alone, whose variance is N² = mean((D_A − D_B)²)/2. A storage's errors e_A and e_B
-have in common what does not depend on chance, mean(e_A·e_B) = b²; the rest is random, r² = mean((e_A − e_B)²)/2.
+**Noise.** All is played twice, with two orders of gradients A and B. The reference's displacements in a quarter of
+the run then differ by the gradient's noise alone, whose variance is N² = (D_A − D_B)²/2. A storage's errors have
+in common what does not depend on chance, b² = mean(e_A·e_B); the rest is random, r² = mean((e_A − e_B)²)/2. Over a
+run that is T/K times as long as the replay N² and r² grow by T/K, as a random walk does, and b² by (T/K)². The part
+of b along the reference's drift is left out: it makes steps longer or shorter, and is judged as descent. Rounding
+adds
 
-**The length of the run.** Noise adds up as a random walk does: over a quarter that is T/K times as long, N² and r²
-grow by T/K. What is biased (updates that are lost, an average that stands still) grows by (T/K)². So the storage's
-share of the gradient's noise in the quarter is √(r² + b²·T/K) / N.
+    ρ = √((r² + b²·T/K) / mean(N²))
 
-**Longer and shorter steps.** A part of the bias is parallel to the reference's own drift, δ times as long. That is
-a learning rate which is off by δ, and counts as δ: r² + b²·T/K is taken without it, and δ² is added to the square
-of the share.
+of the gradient's noise; the worst quarter counts.
+
+**Loss.** To second order in the error, the loss at the end is higher by
+
+    μ·(e_A + e_B)/2  +  ρ² · ½ Σ h N²
+
+The first term is descent that is lost (or gained, where rounding makes steps longer), in nats. μ shrinks while the
+model is trained, so that the estimate is too large by a factor that no probe of the beginning can tell; `SHRINKS`
+is what was left of it in the studies' runs. Of the second, ½ Σ h N² is what the gradient's own noise costs at the
+end, in the last quarter, with the curvature h of each weight. For a loss that is a mean of B log-likelihoods the
+curvature is about B σ², because both are the mean square of one example's gradient (the Fisher information). It
+grows while the model is trained, by a factor of `GROWS` in the studies' runs. A random error is free where the
+gradient's noise is, at small learning rates; lost descent is not.
 """
 
 from __future__ import annotations
@@ -48,6 +54,10 @@ from ._probe import Sample
 States = str | Mapping[str, str]
 _LEAST_STEPS, _MOST_STEPS = 200, 2000
 _DRIFT = 0.1
+# Of lost descent, what was left of the first-order estimate at the end: 0.25 to 0.3 (docs/studies/fit.md).
+SHRINKS = 0.25
+# What the gradient's noise cost a trained model, over what it was estimated to cost: 2 to 3.5.
+GROWS = 3.0
 _FLOOR = 1e-3  # noise counts as this share of the displacement at least: some parameters have none
 
 
@@ -88,6 +98,7 @@ class Replay:
         smallest: parameters with fewer elements keep fp32 moments.
         steps, rate: of the planned run: how many, and the learning rate by the number of the step, from 1.
         seed: of the orders of gradients.
+        terms: the log-likelihoods that the loss of a step is the mean of.
 
     Attributes:
         optimizer: the class.
@@ -101,10 +112,10 @@ class Replay:
 
     def __init__(
         self, samples: Sequence[Sample], optimizer: type[NarrowOptimizer], options: Mapping[str, Any],
-        smallest: int, steps: int, rate: Callable[[int], float], seed: int,
+        smallest: int, steps: int, rate: Callable[[int], float], seed: int, terms: int,
     ) -> None:  # fmt: skip
         self._samples, self.optimizer, self._options = samples, optimizer, options
-        self._steps, self._rate, self._seed = steps, rate, seed
+        self._steps, self._rate, self._seed, self._terms = steps, rate, seed, terms
         self._recorded = len(samples[0].gradients)
         self.steps = 0
         self._streams: list[Stream] = []
@@ -189,17 +200,18 @@ class Replay:
         self._streams = [Stream.draw(self._recorded, rates, 2 * self._seed + order) for order in (1, 2)]
         self._references = [self.play(stream, self.exact, "fp32") for stream in self._streams]
 
-    def shares(
+    def costs(
         self, weights: str | Mapping[str, str], states: States | Mapping[str, States], counting: bool = False
-    ) -> tuple[dict[str, float], Mapping[str, tuple[float, float]]]:
-        """What storages add to each parameter, as a share of the gradient's noise; see the module.
+    ) -> tuple[dict[str, Cost], Mapping[str, tuple[float, float]]]:
+        """What storages add to each parameter; see the module.
 
         Returns:
-            (the shares by name; if `counting`, the share of updates lost at the highest rate and at the end).
+            (the costs by name; if `counting`, the share of updates lost at the highest rate and at the end).
         """
         first, second = self._streams
         played = [self.play(first, weights, states, counting), self.play(second, weights, states)]
-        return shares(self._references, played, self._steps / self.steps), played[0].lost
+        longer = self._steps / self.steps
+        return costs(self._samples, self._references, played, longer, self._terms), played[0].lost
 
     def stepper(
         self, shapes: Sequence[torch.Size], weights: str, states: Mapping[str, str], device: torch.device
@@ -235,30 +247,65 @@ class Replay:
         return "plain" if self._samples[0].dtype == torch.float32 else "master"
 
 
-def shares(references: Sequence[Played], played: Sequence[Played], longer: float) -> dict[str, float]:
-    """What a storage adds to each parameter, as a share of the gradient's noise, in the worst quarter.
+@dataclass(frozen=True)
+class Cost:
+    """What a storage adds to one parameter; see the module.
+
+    Attributes:
+        noise: ρ, as a share of the gradient's noise, in the worst quarter.
+        descent: how much less the loss falls, in nats; negative where it falls further.
+        random: what the noise that is added in the last quarter costs, in nats.
+    """
+
+    noise: float
+    descent: float
+    random: float
+
+    def __add__(self, other: Cost) -> Cost:
+        """Of two storages of one parameter, whose errors are independent."""
+        return Cost(math.hypot(self.noise, other.noise), self.descent + other.descent, self.random + other.random)
+
+    @property
+    def loss(self) -> float:
+        """How far the loss at the end may be from that of fp32, in nats."""
+        return abs(self.descent) + self.random
+
+
+NOTHING = Cost(0.0, 0.0, 0.0)
+LOST = Cost(math.inf, math.inf, math.inf)
+
+
+def costs(
+    samples: Sequence[Sample], references: Sequence[Played], played: Sequence[Played], longer: float, terms: int
+) -> dict[str, Cost]:
+    """What a storage adds to each parameter.
 
     Args:
+        samples: of the parameters.
         references, played: of the fp32 optimizer and of the narrow one, for the orders A and B.
         longer: T/K, the steps of the run over those of the replay.
+        terms: B, the log-likelihoods that the loss of a step is the mean of.
     """
     found = {}
-    for name in references[0].moved:
-        exact = [each.moved[name] for each in references]
-        a, b = (each.moved[name] - of for each, of in zip(played, exact, strict=True))
+    for sample in samples:
+        exact = [each.moved[sample.name] for each in references]
+        a, b = (each.moved[sample.name] - of for each, of in zip(played, exact, strict=True))
         if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
-            found[name] = math.inf
+            found[sample.name] = LOST
             continue
-        noise = ((exact[0] - exact[1]).square().mean(1) / 2).clamp_min(1e-300)
+        noises = (exact[0] - exact[1]).square() / 2
+        noise = noises.mean(1).clamp_min(1e-300)
         drift = (exact[0] * exact[1]).mean(1)
         bias, random = (a * b).mean(1), (a - b).square().mean(1) / 2
         along = (a * exact[1] + b * exact[0]).mean(1) / 2
         # Beside a drift that is lost in the noise no step is longer.
         longer_steps = torch.where(drift > _DRIFT * noise, along / drift, 0.0)
         aside = (bias - longer_steps.square() * drift).clamp_min(0.0)
-        floor = torch.maximum(noise, _FLOOR**2 * exact[0].square().mean(1))
-        squares = (random + aside * longer) / floor + longer_steps.square()
-        found[name] = math.sqrt(float(squares.max()))
+        squares = (random + aside * longer) / torch.maximum(noise, _FLOOR**2 * exact[0].square().mean(1))
+        whole = longer * sample.elements / len(sample.weights)
+        harm = 0.5 * GROWS * terms * whole * float((sample.noise.double() * noises[-1]).sum())
+        descent = SHRINKS * whole * float((sample.mean.double() * (a + b).sum(0)).sum()) / 2
+        found[sample.name] = Cost(math.sqrt(float(squares.max())), descent, harm * float(squares[-1]))
     return found
 
 
@@ -284,8 +331,6 @@ def _bank(sample: Sample) -> list[tuple[Tensor, Tensor]]:
     """Each recorded gradient as it is played: with its own noise, and with the opposite."""
     gradients = sample.gradients.float()
     count, mean = len(gradients), gradients.mean(0)
-    length = float(mean.square().mean())
-    shorter = math.sqrt(sample.signal / length) if length else 0.0
     noise = (gradients - mean) * math.sqrt(count / (count - 1))
     dtype = sample.dtype
-    return [((shorter * mean + n).to(dtype), (shorter * mean - n).to(dtype)) for n in noise]
+    return [((sample.mean + n).to(dtype), (sample.mean - n).to(dtype)) for n in noise]

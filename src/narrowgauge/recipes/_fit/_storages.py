@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,9 +17,9 @@ from narrowgauge.recipes._choices import Choice, Kept
 from narrowgauge.recipes._fitted import FittedRecipe
 from narrowgauge.storage import weight_storage
 
-from ._choose import Candidates, alike, frontier, total_noise, within
+from ._choose import FREE, Candidates, Chosen, alike, bytes_of, frontier, total_noise, within
 from ._probe import Progress, Sample
-from ._replay import Replay
+from ._replay import NOTHING, Cost, Replay
 
 # Weight storages by the recipe's dtype. `expansion` takes the bytes of `split`, which loses less.
 WEIGHTS = {
@@ -34,6 +33,7 @@ _STATES = (
     ("fp32", "log8"), ("fp32", "fp32"),
 )  # fmt: skip
 _TIMED, _TIMED_ELEMENTS = 5, 1 << 22
+_NEARLY = 1.05  # of a tolerance, when the choice is played together
 
 
 class Measured:
@@ -58,34 +58,42 @@ class Measured:
         ways = [(weight, wide) for weight in WEIGHTS[self._dtype]]
         ways += [(self._replay.exact, narrow) for narrow in states[:-1]]
         self._replay.prepare(seconds, len(ways))
-        measured: dict[str, list[float]] = {name: [] for name in self._samples}
+        measured: dict[str, list[Cost]] = {name: [] for name in self._samples}
         for number, (weight, state) in enumerate(ways):
             progress("replaying", number / len(ways))
-            shares, lost = self._replay.shares(weight, state, counting=number == 0)  # of the narrowest weights
-            for name, share in shares.items():
-                measured[name].append(share)
+            costs, lost = self._replay.costs(weight, state, counting=number == 0)  # of the narrowest weights
+            for name, cost in costs.items():
+                measured[name].append(cost)
             self._lost = self._lost or lost
-        for names in alike(measured, list(like_names(list(self._samples)).values())):
+        noise = {name: [cost.noise for cost in found] for name, found in measured.items()}
+        for names in alike(noise, list(like_names(list(self._samples)).values())):
             self.groups.append(self._candidates(names, ways, measured))
 
     def _candidates(
         self, names: tuple[str, ...], ways: Sequence[tuple[str, dict[str, str]]],
-        measured: Mapping[str, Sequence[float]],
+        measured: Mapping[str, Sequence[Cost]],
     ) -> Candidates:  # fmt: skip
         """The frontier of like parameters, of all pairs of a weight storage and moments' storages."""
-        sizes = [(self._samples[name].elements, name) for name in names]
-        noise = [total_noise([(size, measured[name][way]) for size, name in sizes]) for way in range(len(ways))]
-        count = len(WEIGHTS[self._dtype])
-        wide = ways[0][1]
-        of_states = [(wide, 0.0), *((ways[way][1], noise[way]) for way in range(count, len(ways)))]
+        count, elements = len(WEIGHTS[self._dtype]), sum(self._samples[name].elements for name in names)
+        of = [self._together({name: measured[name][way] for name in names}) for way in range(len(ways))]
+        of_states = [(ways[0][1], NOTHING), *zip((states for _, states in ways[count:]), of[count:], strict=True)]
         if self._replay.is_small(names[0]):
             of_states = of_states[:1]
         options = [
-            Kept(weight, states, self._bytes(names, weight, states), math.hypot(noise[way], of_moments))
-            for way, (weight, _) in enumerate(ways[:count])
+            self._kept(names, weight, states, cost + of_moments)
+            for (weight, _), cost in zip(ways[:count], of, strict=False)
             for states, of_moments in of_states
         ]
-        return Candidates(names, sum(size for size, _ in sizes), frontier(options))
+        free = FREE * elements / sum(sample.elements for sample in self._samples.values())
+        return Candidates(names, elements, frontier(options, free), free)
+
+    def _kept(self, names: Sequence[str], weight: str, states: Mapping[str, str], cost: Cost) -> Kept:
+        return Kept(weight, states, self._bytes(names, weight, states), cost.noise, cost.loss)
+
+    def _together(self, costs: Mapping[str, Cost]) -> Cost:
+        """What like parameters cost together."""
+        noise = total_noise([(self._samples[name].elements, cost.noise) for name, cost in costs.items()])
+        return Cost(noise, sum(c.descent for c in costs.values()), sum(c.random for c in costs.values()))
 
     def _bytes(self, names: Sequence[str], weight: str, states: Mapping[str, str]) -> float:
         """Bytes a parameter: weight, gradient, low word and moments."""
@@ -98,39 +106,30 @@ class Measured:
             elements += sample.elements
         return each + moments / elements
 
-    def within(self, tolerance: float) -> dict[str, int]:
+    def within(self, tolerance: float) -> Chosen:
         """The narrowest choice within a tolerance, when all that was chosen is played together."""
-        chosen = within(self.groups, tolerance)
-        for _ in range(3):
-            together = self.together(chosen)
-            beyond = [one for one in self.groups if together[one.name] > tolerance and self._can_widen(one, chosen)]
-            if not beyond:
+        asked = tolerance
+        for _ in range(4):
+            chosen = within(self.groups, asked)
+            total = sum(cost.loss for cost in self.together(chosen).values())
+            if total <= tolerance * _NEARLY:
                 break
-            for one in beyond:
-                chosen[one.name] += 1
+            asked *= tolerance / total
         return chosen
 
-    @staticmethod
-    def _can_widen(one: Candidates, chosen: Mapping[str, int]) -> bool:
-        return chosen[one.name] + 1 < len(one.frontier)
-
-    def together(self, chosen: Mapping[str, int]) -> dict[str, float]:
-        """The share of noise of each group, by its name, with all choices in one replay."""
+    def together(self, chosen: Chosen) -> dict[str, Cost]:
+        """What each group costs, by its name, with all choices in one replay."""
         kept = {name: one.frontier[chosen[one.name]] for one in self.groups for name in one.names}
         weights = {name: each.weights for name, each in kept.items()}
-        shares, _ = self._replay.shares(weights, {name: each.states for name, each in kept.items()})
-        return {
-            one.name: total_noise([(self._samples[name].elements, shares[name]) for name in one.names])
-            for one in self.groups
-        }
+        costs, _ = self._replay.costs(weights, {name: each.states for name, each in kept.items()})
+        return {one.name: self._together({name: costs[name] for name in one.names}) for one in self.groups}
 
-    def bytes_of(self, chosen: Mapping[str, int]) -> float:
+    def bytes_of(self, chosen: Chosen) -> float:
         """Bytes a parameter of a choice."""
-        total = sum(one.elements * one.frontier[chosen[one.name]].bytes for one in self.groups)
-        return total / sum(one.elements for one in self.groups)
+        return bytes_of(self.groups, chosen) / sum(one.elements for one in self.groups)
 
-    def untimed(self, chosen: Mapping[str, int], facts: Mapping[str, Any]) -> FittedRecipe:
-        """The recipe of a choice, with the noise that its storages add one by one."""
+    def untimed(self, chosen: Chosen, facts: Mapping[str, Any]) -> FittedRecipe:
+        """The recipe of a choice, with what its storages cost one by one."""
         choices = []
         for one in self.groups:
             at = chosen[one.name]
@@ -150,16 +149,16 @@ class Measured:
         )  # fmt: skip
 
     def recipe(
-        self, chosen: Mapping[str, int], facts: Mapping[str, Any], device: torch.device, progress: Progress
+        self, chosen: Chosen, facts: Mapping[str, Any], device: torch.device, progress: Progress
     ) -> FittedRecipe:
         """The recipe of a choice, played all together, and timed."""
         progress("playing the choice", 0.0)
         together, made, choices = self.together(chosen), self.untimed(chosen, facts), []
         for number, (one, choice) in enumerate(zip(self.groups, made.choices, strict=True)):
             progress("timing steps", number / len(self.groups))
-            now = replace(choice.chosen, noise=together[one.name])
-            # Measured by itself a wider way may seem no quieter than the choice does among all others.
-            wider = choice.wider if choice.wider and choice.wider.noise < now.noise else None
+            now = replace(choice.chosen, noise=together[one.name].noise, loss=together[one.name].loss)
+            # Measured by itself a wider way may seem to cost no less than the choice does among all others.
+            wider = choice.wider if choice.wider and choice.wider.loss < now.loss else None
             ways = {"chosen": now, "narrower": choice.narrower, "wider": wider}
             timed: dict[str, Any] = self._timed(
                 one, {name: kept for name, kept in ways.items() if kept is not None}, device
@@ -168,7 +167,8 @@ class Measured:
                 replace(choice, **{"wider": None, **timed}, reason=self._reason(one, now, choice.narrower))
             )
         noise = total_noise([(choice.elements, choice.chosen.noise) for choice in choices])
-        return replace(made, choices=tuple(choices), facts={**made.facts, "noise": noise})
+        loss = sum(choice.chosen.loss for choice in choices)
+        return replace(made, choices=tuple(choices), facts={**made.facts, "noise": noise, "loss": loss})
 
     def _names(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Patterns of names if they fit no other parameter, else the names."""
@@ -179,9 +179,9 @@ class Measured:
     def _reason(self, one: Candidates, now: Kept, narrower: Kept | None) -> str:
         small = "too few elements for narrow moments; " if self._replay.is_small(one.name) else ""
         if narrower is None:
-            return f"{small}the narrowest, which adds {now.noise:.3g} of the gradient's noise"
+            return f"{small}the narrowest, which may move the loss by {now.loss:.2g}"
         kept = " ".join([narrower.weights, *(f"{slot}:{name}" for slot, name in narrower.states.items())])
-        return f"{small}adds {now.noise:.3g} of the gradient's noise, {kept} would add {narrower.noise:.3g}"
+        return f"{small}may move the loss by {now.loss:.2g}, {kept} by {narrower.loss:.2g}"
 
     def _timed(self, one: Candidates, ways: Mapping[str, Kept], device: torch.device) -> dict[str, Any]:
         """Ways to keep parameters with the milliseconds of their step, the median of a few, taken in turns.
