@@ -20,7 +20,7 @@ from studies.shared import pictures
 from studies.shared.pictures import COLORS, INK, MUTED
 from studies.shared.tables import Results, apart, fill_in, machine, markdown, several, table
 
-REFERENCE, CONTROL, DEFAULT = "D", "split", "fitted, tolerance 0.2"
+REFERENCE, CONTROL, DEFAULT = "D", "split", "fitted, tolerance 0.002"
 QUALITY = 0.001  # nats from D
 SAVED = 0.5  # bytes a parameter that are asked for
 SAME = 0.05  # bytes a parameter that count as none

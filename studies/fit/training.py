@@ -26,6 +26,7 @@ from narrowgauge._schedule import schedule
 from narrowgauge.recipes import Recipe
 from narrowgauge.recipes import _fit as fitting
 from narrowgauge.recipes._fit._choose import TooFewBytesError, for_bytes, total_noise
+from narrowgauge.recipes._fit._replay import Cost, Replay
 from narrowgauge.recipes._fit._storages import Measured
 from narrowgauge.trainers import LanguageTask, TokenizedCorpus, TrainSettings, load_corpus, tokenize
 from narrowgauge.trainers._compare import mean_loss
@@ -34,6 +35,7 @@ from narrowgauge.trainers._task import Examples
 from studies.clip_precision import training as clip
 from studies.clip_precision.pairs import Draw, pairs_of
 from studies.fit import rows
+from studies.fit.forecasts import Forecasts, totals
 from studies.shared.graphed import EAGER, Gradients, reason
 from studies.shared.language import looks, measured_bytes, moved, set_rate, start_of
 from studies.shared.resumable import Result
@@ -170,14 +172,19 @@ def fit(task: Task, setting: Setting, wanted: Sequence[str]) -> Result:
 
     Returns:
         `groups` of like parameters with their frontiers; `chosen`: by row the number of a way for each group;
-        `bytes` and `noise` (of fitted rows) by row; `least`: bytes of the narrowest choice; `parameters`,
-        `probe_steps`, `replay_steps`, `seconds`.
+        `bytes` and `noise` (of fitted rows) by row; `forecast`: by row, uniform ones too, the descent that is lost
+        and what random errors cost, in nats; `loss`: by row how far the loss may move; `least`: bytes of the
+        narrowest choice; `parameters`, `probe_steps`, `replay_steps`, `seconds`.
     """
     begun = time.perf_counter()
-    seen: list[Measured] = []
+    seen: list[Seen] = []
 
     class Seen(Measured):
         """The measurement of the one call of `fit`, which serves the other limits too."""
+
+        def __init__(self, replay: Replay, *arguments: Any) -> None:
+            super().__init__(replay, *arguments)
+            self.replay = replay
 
         def play(self, seconds: float, progress: Callable[[str, float], None]) -> None:
             super().play(seconds, progress)
@@ -198,26 +205,44 @@ def fit(task: Task, setting: Setting, wanted: Sequence[str]) -> Result:
         if rows.by_bytes(each) in wanted:
             with contextlib.suppress(TooFewBytesError):
                 chosen[rows.by_bytes(each)] = for_bytes(groups, each)
-    noise = {}
+    noise, costs = {}, {}
     for name, choice in chosen.items():
-        together = measured.together(choice)
-        noise[name] = total_noise([(one.elements, together[one.name]) for one in groups])
+        costs[name] = together = measured.together(choice)
+        noise[name] = total_noise([(one.elements, together[one.name].noise) for one in groups])
     for each in rows.DRAWN:
         for number in range(1, setting.randoms + 1 if rows.by_bytes(each) in chosen else 0):
             like = measured.bytes_of(chosen[rows.by_bytes(each)])
             if (random := rows.draw_choice(groups, like, number)) is not None:
                 chosen[rows.drawn(each, number)] = random
+    costs |= _forecasts(measured, measured.replay, {n: c for n, c in chosen.items() if n not in costs}, wanted)
+    forecast = {name: totals(of) for name, of in costs.items()}
     return {
         "groups": rows.plain_groups(groups, [choice.parameters for choice in first.choices]),
         "chosen": {name: [choice[one.name] for one in groups] for name, choice in chosen.items()},
         "bytes": {name: measured.bytes_of(choice) for name, choice in chosen.items()},
         "noise": noise,
+        "forecast": {name: parts for name, (parts, _) in forecast.items()},
+        "loss": {name: loss for name, (_, loss) in forecast.items()},
         "least": measured.bytes_of({one.name: 0 for one in groups}),
         "parameters": first.facts["parameters"],
         "probe_steps": first.facts["probe_steps"],
         "replay_steps": first.facts["replay_steps"],
         "seconds": time.perf_counter() - begun,
     }
+
+
+def _forecasts(
+    measured: Measured, replay: Replay, chosen: Mapping[str, Mapping[str, int]], wanted: Sequence[str]
+) -> dict[str, dict[str, Cost]]:
+    """What each group of like parameters costs in the uniform rows and in choices that were not played together."""
+    forecasts, uniform = Forecasts(measured, replay), rows.uniform()
+    found = {
+        name: forecasts.uniform(uniform[name].weights, uniform[name].states) for name in wanted if name in uniform
+    }
+    for name, choice in chosen.items():
+        ways = {one.name: one.frontier[choice[one.name]] for one in measured.groups}
+        found[name] = forecasts.of_groups({group: (kept.weights, kept.states) for group, kept in ways.items()})
+    return found
 
 
 def train(task: Task, setting: Setting, recipe: Recipe) -> Result:

@@ -17,7 +17,7 @@ BYTES = {"D": 16.0, "split": 14.0, "adamw8bit-split8": 7.0, "stochastic + log8":
 
 
 def kept(weights: str, state: str, each: float) -> Kept:
-    return Kept(weights, {"m": state, "v": state}, each, 0.1)
+    return Kept(weights, {"m": state, "v": state}, each, 0.1, 0.003)
 
 
 NARROW, WIDE = kept("stochastic", "log4", 5.03), kept("split8", "log8", 7.03)

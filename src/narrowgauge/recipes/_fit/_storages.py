@@ -41,6 +41,8 @@ class Measured:
 
     Attributes:
         groups: of like parameters, with their frontiers.
+        ways: what was played: storages of weights and moments.
+        costs: of each parameter, what each way costs.
     """
 
     def __init__(self, replay: Replay, samples: Sequence[Sample], dtype: torch.dtype, block_size: int) -> None:
@@ -48,6 +50,8 @@ class Measured:
         self._samples = {sample.name: sample for sample in samples}
         self._lost: Mapping[str, tuple[float, float]] = {}
         self.groups: list[Candidates] = []
+        self.ways: list[tuple[str, dict[str, str]]] = []
+        self.costs: dict[str, list[Cost]] = {}
 
     def play(self, seconds: float, progress: Progress) -> None:
         """Play the recorded gradients to every weight storage with fp32 moments, and to all moments' storages."""
@@ -59,6 +63,7 @@ class Measured:
         ways += [(self._replay.exact, narrow) for narrow in states[:-1]]
         self._replay.prepare(seconds, len(ways))
         measured: dict[str, list[Cost]] = {name: [] for name in self._samples}
+        self.ways, self.costs = ways, measured
         for number, (weight, state) in enumerate(ways):
             progress("replaying", number / len(ways))
             costs, lost = self._replay.costs(weight, state, counting=number == 0)  # of the narrowest weights
