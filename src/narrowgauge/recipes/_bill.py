@@ -90,8 +90,8 @@ _COMPUTED = ("layers", "plan", "errors of its products", "of the noise")
 _COSTS = ("ms", "the next narrower", "the next wider")
 _NOTE = (
     "bytes: weight, gradient and moments of a parameter. loss: how far the loss at the end may be from that of "
-    "fp32, in nats, by estimate. noise: what rounding adds over the run, as a share of what the gradient's noise adds. "
-    "ms: of an optimizer step. "
+    "fp32, in nats, by estimate. noise: what rounding adds over the run, as a share of what the gradient's noise "
+    "adds. ms: of an optimizer step. "
     "Why each was chosen: optimizer.describe(), or the page."
 )
 

@@ -179,7 +179,7 @@ def _figure(bars: Sequence[_Bar]) -> Markup:
         left.set_ylim(len(bars) - 0.45, -0.85)
         left.set_title("bytes a parameter", color=INK)
         right.set(xlim=(_LEAST / 2, 2 * _MOST))
-        right.set_xticks([1e-6, 1e-4, 1e-2, 1], ["$10^{-6}$", "0.0001", "0.01", "1"])
+        right.set_xticks([1e-6, 1e-4, 1e-2, 1], ["10⁻⁶", "0.0001", "0.01", "1"])
         right.minorticks_off()
         right.set_title("loss, nats", color=INK)
         for axis in (left, right):
