@@ -275,6 +275,8 @@ def test_the_page_has_the_numbers_of_the_recipe(tmp_path: Path) -> None:
         "0.31 %",
     ]
     assert sum(row[0].startswith("transformer") for row in page.rows) == len(sample.choices) + len(sample.layers)
+    assert "6.52 bytes, loss less than 0.000001, 0.004 ms" in page.text
+    assert "16.00 bytes, loss 0" in page.text
     assert "SWITCHBACK: int8 (output 1.1 %, grad input 1.3 %, 1.9 ms)" in page.text
     assert "log4 (moments) 4 bits on a logarithmic scale" in page.text
     assert "kahan" not in page.text

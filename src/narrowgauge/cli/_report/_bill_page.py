@@ -122,9 +122,9 @@ def nats(loss: float) -> str:
         return "not known"
     if math.isinf(loss):
         return "∞"
-    if 0 < loss < _LEAST:
-        return "less than 0.0000001"
-    return f"{float(f'{loss:.2g}'):.8f}".rstrip("0").rstrip(".") if loss < 100 else f"{loss:.2g}"
+    if 0 < loss < 1e-6:
+        return "less than 0.000001"
+    return f"{float(f'{loss:.2g}'):.7f}".rstrip("0").rstrip(".") if loss < 100 else f"{loss:.2g}"
 
 
 @dataclass(frozen=True)
