@@ -14,8 +14,10 @@ from narrowgauge.recipes._fitted import Choice, Computed, Kept, LayerChoice
 LOG, MIXED, WIDE = {"m": "log8", "v": "log8"}, {"m": "log4", "v": "log8"}, {"m": "fp32", "v": "fp32"}
 
 
-def kept(weights: str, states: Mapping[str, str], bytes: float = 7.0, noise: float = 0.0) -> Kept:
-    return Kept(weights, states, bytes, noise)
+def kept(
+    weights: str, states: Mapping[str, str], bytes: float = 7.0, noise: float = 0.0, loss: float = 0.0
+) -> Kept:
+    return Kept(weights, states, bytes, noise, loss)
 
 
 def choice(*names: str, elements: int, chosen: Kept, reason: str = "by hand") -> Choice:

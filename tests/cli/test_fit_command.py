@@ -76,7 +76,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def whole(model: torch.nn.Module) -> FittedRecipe:
     """All parameters in one group."""
     count = sum(p.numel() for p in model.parameters())
-    how = kept("split8", {"m": "log8", "v": "log8"}, 7.03, 0.05)
+    how = kept("split8", {"m": "log8", "v": "log8"}, 7.03, 0.05, 0.0004)
     choice = Choice(("*",), len([*model.parameters()]), count, how, None, None, "narrow enough")
     return replace(recipe(), choices=(choice,), layers=())
 
@@ -262,17 +262,21 @@ def test_the_page_has_the_numbers_of_the_recipe(tmp_path: Path) -> None:
     bytes_each = sum(c.elements * c.chosen.bytes for c in sample.choices) / sum(c.elements for c in sample.choices)
     assert f"takes {bytes_each:.2f} bytes a parameter, where fp32 master weights" in page.text
     assert "(D) take 16.00 and adamw8bit-split8 takes 7.03" in page.text
-    assert "The limit: 10 % of the gradient's noise." in page.text
-    assert "The dashed line is the tolerance, 10 %." in page.text
+    assert "rounding is estimated to move the loss at the end by at most 0.0015 nats." in page.text
+    assert "The limit: the loss moves by at most 0.002." in page.text
+    assert "All groups together may move the loss by 0.0015. The tolerance, 0.002, is for this sum" in page.text
     assert [" ".join(cell.split()) for cell in page.rows[1]] == [
         "transformer.wte.weight38,597,376 in 1 tensor, 31 % of all",
-        "split8, m log4, v log86.52 bytes, 0.31 % noise, 0.182 ms",
-        "split8, moments log46.02 bytes, 4.1 % noise, 0.189 ms",
-        "split, m log4, v log87.52 bytes, 0.15 % noise, 0.182 ms",
+        "split8, m log4, v log86.52 bytes, loss 0.00022, 0.182 ms",
+        "split8, moments log46.02 bytes, loss 0.0031, 0.189 ms",
+        "split, m log4, v log87.52 bytes, loss 0.00011, 0.182 ms",
         "43 % to 97 %",
         sample.choices[0].reason,
+        "0.31 %",
     ]
     assert sum(row[0].startswith("transformer") for row in page.rows) == len(sample.choices) + len(sample.layers)
+    assert "6.52 bytes, loss less than 0.000001, 0.004 ms" in page.text
+    assert "16.00 bytes, loss 0" in page.text
     assert "SWITCHBACK: int8 (output 1.1 %, grad input 1.3 %, 1.9 ms)" in page.text
     assert "log4 (moments) 4 bits on a logarithmic scale" in page.text
     assert "kahan" not in page.text
@@ -283,17 +287,18 @@ def test_the_page_has_the_numbers_of_the_recipe(tmp_path: Path) -> None:
 
 
 def test_a_page_without_layers_tolerance_times_and_with_numbers_that_are_not_finite(tmp_path: Path) -> None:
-    lost = kept("plain", {"m": "bf16", "v": "factored"}, 8.0, float("inf"))
+    lost = kept("plain", {"m": "bf16", "v": "factored"}, 8.0, float("inf"), float("inf"))
     choice = Choice(("a<b>.weight",), 1, 5000, lost, None, lost, "the only one", (float("nan"), 0.5))
     long = [f"{tower}_model.encoder.layers.*.self_attn.out_proj.weight" for tower in ("vision", "text")]
     more = [replace(choice, parameters=(name,), narrower=lost) for name in long]
     write_bill(replace(recipe(tolerance=None), choices=(choice, *more), layers=()), tmp_path / "bill.html")
     source = (tmp_path / "bill.html").read_text()
     page = Page(source)
-    assert "tolerance, " not in page.text
+    assert "The tolerance, " not in page.text
     assert "The linear layers" not in page.text
     assert "What to type next" not in page.text
-    assert "more than 1,000,000 % noise" in page.text
+    assert "8.00 bytes, loss ∞" in page.text
+    assert "more than 1,000,000 %" in page.text
     assert "not known to 50 %" in page.text
     towers = {name for name in drawn(source) if name.endswith("_attn.out_proj.weight")}
     assert {name.partition("…")[0] for name in towers} == {"vision_model", "text_model"}

@@ -32,8 +32,10 @@ def network() -> nn.Sequential:
 
 def recipe(**more: Any) -> FittedRecipe:
     return fitted(
-        choice("0.weight", elements=16384, chosen=kept("split8", MIXED, 6.53, 0.03), reason="little noise"),
-        choice("*.weight", elements=16384, chosen=kept("master", WIDE, 16.0, 0.01), reason="much noise"),
+        choice(
+            "0.weight", elements=16384, chosen=kept("split8", MIXED, 6.53, 0.03, 0.00071), reason="little noise"
+        ),
+        choice("*.weight", elements=16384, chosen=kept("master", WIDE, 16.0, 0.01, 0.00004), reason="much noise"),
         choice("0.bias", "2.bias", elements=320, chosen=kept("split", WIDE, 14.0)),
         **more,
     )
@@ -213,11 +215,13 @@ def test_the_memory_plan_counts_what_each_choice_keeps() -> None:
 
 
 def test_the_bill_has_neighbors_reasons_and_the_sum() -> None:
-    wider = Kept("split8", LOG, 7.03, 0.004, 0.25)
-    one = replace(recipe().choices[0], wider=wider, lost=(0.25, 0.875))
+    wider = Kept("split8", LOG, 7.03, 0.004, 0.000123, 0.25)
+    narrower = kept("plain", MIXED, 5.53, 0.9, math.inf)
+    one = replace(recipe().choices[0], narrower=narrower, wider=wider, lost=(0.25, 0.875))
     made = fitted(one, *recipe().choices[1:], plans=(layers("0"),), facts={"limit": "6.5 bytes a parameter"})
     bill = made.bill()
     assert bill.noise == pytest.approx(math.sqrt((16384 * 0.03**2 + 16384 * 0.01**2) / 33088))
+    assert bill.loss == pytest.approx(0.00071 + 0.00004)
     assert bill.ms is None
     assert bill.uniform() == {
         name: recipes.get(name).bytes_per_parameter() for name in ("adamw8bit-split8", "master")
@@ -225,7 +229,9 @@ def test_the_bill_has_neighbors_reasons_and_the_sum() -> None:
     page = str(bill)
     rows = {line.split()[0]: " ".join(line.split()) for line in reversed(page.splitlines()) if line}
     first = made.choices[0].parameters[0]
-    assert rows[first] == f"{first} 16,384 split8, log4 log8 6.53 3 % split8, log8: 7.03 B, 0.4 %, 0.25 ms"
-    assert rows["in"] == f"in all 33,088 {bill.bytes:.2f} {100 * bill.noise:.3g} %"
+    others = "plain, log4 log8: 5.53 B, loss inf split8, log8: 7.03 B, loss 0.00012, 0.25 ms"
+    assert rows[first] == f"{first} 16,384 split8, log4 log8 6.53 0.00071 3 % {others}"
+    assert rows["0.bias"].startswith("0.bias 320 split, fp32 14.00 0 0 %")
+    assert rows["in"] == f"in all 33,088 {bill.bytes:.2f} 0.00075 {100 * bill.noise:.3g} %"
     assert [rows[name].split()[1] for name in ("adamw8bit-split8", "master")] == ["7.03", "16.00"]
     assert "SWITCHBACK: int8  2 %" in page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tempfile
 from dataclasses import replace
@@ -50,7 +51,7 @@ def fitted_recipes(draw: st.DrawFn) -> FittedRecipe:
         st.sampled_from([(torch.float32, ["plain"]), (torch.bfloat16, ["split8", "kahan", "plain", "master"])])
     )
     states = st.fixed_dictionaries({slot: storages.filter(lambda name: "factor" not in name) for slot in slots})
-    keeps = st.builds(Kept, st.sampled_from(weights), states, NUMBERS, NUMBERS, st.none() | NUMBERS)
+    keeps = st.builds(Kept, st.sampled_from(weights), states, NUMBERS, NUMBERS, NUMBERS, st.none() | NUMBERS)
     lost = st.none() | st.tuples(NUMBERS, NUMBERS)
     choices = st.builds(Choice, NAMES, COUNTS, COUNTS, keeps, st.none() | keeps, st.none() | keeps, st.text(), lost)
     return FittedRecipe(
@@ -71,6 +72,13 @@ def test_the_same_recipe_comes_back(recipe: FittedRecipe) -> None:
     assert found == recipe
     for one, other in zip(found.layers, recipe.layers, strict=True):
         assert one.chosen.plan.name == other.chosen.plan.name  # which equality leaves out
+
+
+def test_a_loss_without_end_comes_back(tmp_path: Path) -> None:
+    lost = kept("plain", LOG, loss=math.inf)
+    made = fitted(replace(choice("*", elements=1, chosen=kept("split8", LOG, loss=3e-7)), narrower=lost))
+    assert "loss = inf" in made.text()
+    assert recipes.load(made.save(tmp_path / "recipe.toml")) == made
 
 
 def test_a_named_plan_is_written_short() -> None:
@@ -99,7 +107,8 @@ WRONG = {
     "a missing key": ('name = "by-hand"\n', "", r"name must be there, got title, dtype"),
     "a missing key inside": ("bytes = 7.03, ", "", r"choices\[0\]\.chosen\.bytes must be there, got weights"),
     "an unknown key": ('title = "', 'tile = "', r"title must be there"),
-    "a key too many": ("noise = 0.0 }", "noise = 0.0, nose = 1 }", r"\[0\]\.chosen must have keys .*, got 'nose'"),
+    "no loss": (", loss = 0.0 }", " }", r"\[0\]\.chosen\.loss must be there, got weights, states, bytes, noise$"),
+    "a key too many": ("loss = 0.0 }", "loss = 0.0, nose = 1 }", r"\[0\]\.chosen must have keys .*, got 'nose'"),
     "another type": ("elements = 20000", 'elements = "many"', r"\[0\]\.elements must be an integer, got 'many'"),
     "a truth for a number": ("share = 0.4", "share = true", r"\[0\]\.chosen\.share must be a number, got True"),
     "a number beyond floats": ("bytes = 7.03", f"bytes = 1{'0' * 400}", r"\.bytes must be a number, got an int"),

@@ -60,7 +60,7 @@ class FitOptions(TrainSettings):
     memory: str | None = _own(None, "Limit: memory of the GPU, such as 24GB.")
     bytes: float | None = _above_zero(None, "Limit: bytes a parameter.")
     tolerance: float | None = _above_zero(
-        None, f"Limit: share of the gradient's noise that rounding may add; {TOLERANCE:g} if no limit is given."
+        None, f"Limit: how far rounding may move the loss at the end, in nats; {TOLERANCE:g} if no limit is given."
     )
     seconds: float = _above_zero(90.0, "How long the measurement may take, about.")
     verify: bool = _own(False, "Then train with the choice and with D, side by side.")

@@ -1,7 +1,8 @@
 """The bill of a fitted recipe: what each choice costs, what its neighbors would cost, and the sum, as text.
 
-Noise is what rounding adds to the weights over the run, as a share of what the gradient's noise adds. Of several
-groups together it is the root of the mean of its squares, each number of the model counted once.
+Loss is how far rounding may move the loss at the end, in nats; those of several groups add up. Noise is what
+rounding adds to the weights over the run, as a share of what the gradient's noise adds. Of several groups together
+it is the root of the mean of its squares, each number of the model counted once.
 """
 
 from __future__ import annotations
@@ -49,6 +50,11 @@ class Bill:
         return sum(choice.elements * choice.chosen.bytes for choice in self.choices) / self.elements
 
     @property
+    def loss(self) -> float:
+        """How far the loss at the end may be from that of fp32, in nats, by estimate: the sum over all choices."""
+        return sum(choice.chosen.loss for choice in self.choices)
+
+    @property
     def noise(self) -> float:
         """The noise of all parameters together."""
         squares = sum(choice.elements * choice.chosen.noise**2 for choice in self.choices)
@@ -70,22 +76,22 @@ class Bill:
         facts = ", ".join(f"{name.replace('_', ' ')} {_fact(value)}" for name, value in self.facts.items())
         lines = [f"{self.recipe.name}: {self.recipe.title}", *_indented(facts), ""]
         rows: list[tuple[str, ...]] = [_kept_row(choice) for choice in self.choices]
-        rows.append(
-            ("in all", f"{self.elements:,}", "", f"{self.bytes:.2f}", _percent(self.noise), _ms(self.ms), "", "")
-        )
-        rows += [(name, "", "", f"{size:.2f}", *[""] * 4) for name, size in self.uniform().items()]
+        costs = f"{self.bytes:.2f}", _loss(self.loss), _percent(self.noise), _ms(self.ms)
+        rows.append(("in all", f"{self.elements:,}", "", *costs, "", ""))
+        rows += [(name, "", "", f"{size:.2f}", *[""] * 5) for name, size in self.uniform().items()]
         lines += [as_text((*_KEPT, *_COSTS), rows), "", *textwrap.wrap(_NOTE, _WIDTH)]
         if self.layers:
             lines += ["", as_text((*_COMPUTED, *_COSTS), [_computed_row(layer) for layer in self.layers])]
         return "\n".join(lines)
 
 
-_KEPT = ("parameters", "elements", "weights, moments", "bytes", "noise")
+_KEPT = ("parameters", "elements", "weights, moments", "bytes", "loss", "noise")
 _COMPUTED = ("layers", "plan", "errors of its products", "of the noise")
 _COSTS = ("ms", "the next narrower", "the next wider")
 _NOTE = (
-    "bytes: weight, gradient and moments of a parameter. noise: what rounding adds over the run, as a share of "
-    "what the gradient's noise adds. ms: of an optimizer step. "
+    "bytes: weight, gradient and moments of a parameter. loss: how far the loss at the end may be from that of "
+    "fp32, in nats, by estimate. noise: what rounding adds over the run, as a share of what the gradient's noise "
+    "adds. ms: of an optimizer step. "
     "Why each was chosen: optimizer.describe(), or the page."
 )
 
@@ -94,7 +100,8 @@ def _kept_row(choice: Choice) -> tuple[str, ...]:
     kept = choice.chosen
     return (
         _named(choice.parameters, choice.tensors), f"{choice.elements:,}", _storages(kept), f"{kept.bytes:.2f}",
-        _percent(kept.noise), _ms(kept.ms), *(_neighbor(each) for each in (choice.narrower, choice.wider)),
+        _loss(kept.loss), _percent(kept.noise), _ms(kept.ms),
+        *(_neighbor(each) for each in (choice.narrower, choice.wider)),
     )  # fmt: skip
 
 
@@ -108,7 +115,7 @@ def _neighbor(kept: Kept | None) -> str:
     if kept is None:
         return ""
     time = "" if kept.ms is None else f", {_ms(kept.ms)} ms"
-    return f"{_storages(kept)}: {kept.bytes:.2f} B, {_percent(kept.noise)}{time}"
+    return f"{_storages(kept)}: {kept.bytes:.2f} B, loss {_loss(kept.loss)}{time}"
 
 
 def _computed_row(layer: LayerChoice) -> tuple[str, ...]:
@@ -139,6 +146,10 @@ def _indented(text: str) -> list[str]:
 
 def _fact(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _loss(loss: float) -> str:
+    return f"{loss:.2g}"
 
 
 def _percent(share: float) -> str:

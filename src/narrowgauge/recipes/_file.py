@@ -6,7 +6,7 @@
 
     [[choices]]
     parameters = ["blocks.*.weight"]
-    chosen = { weights = "split8", states = { m = "log4", v = "log8" }, bytes = 6.53, noise = 0.031, ms = 0.12 }
+    chosen = { weights = "split8", states = { m = "log4", v = "log8" }, bytes = 6.53, noise = 0.031, loss = 0.0004 }
 
     [[layers]]
     layers = ["blocks.*.linear"]
@@ -40,7 +40,7 @@ _HEAD = "# A fitted recipe of narrowgauge; every command takes this file where i
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 # What a table has: by key, a type, [the type of items], or a table. Optional keys end in "?"; "*" is any key.
-_KEPT = {"weights": str, "states": {"*": str}, "bytes": float, "noise": float, "ms?": float}
+_KEPT = {"weights": str, "states": {"*": str}, "bytes": float, "noise": float, "loss": float, "ms?": float}
 _CHOICE = {
     "parameters": [str], "tensors": int, "elements": int, "reason": str, "lost?": [float], "chosen": _KEPT,
     "narrower?": _KEPT, "wider?": _KEPT,

@@ -1,7 +1,7 @@
 """bill.html: what `narrowgauge fit` chose, what it costs, and what the neighbors would have cost, as one page.
 
 The page is for a reader who knows none of the words: it opens with the result in one sentence, and says at its end
-what bytes, noise and the names of formats mean. All numbers are the recipe's own.
+what bytes, loss, noise and the names of formats mean. All numbers are the recipe's own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from narrowgauge.recipes._choices import Choice, Computed, Kept
 MIXED, NARROW = "D", "adamw8bit-split8"
 _BARS, _SMALL = 24, 0.005  # groups that have a row in the figure, and the least share of the elements for one
 _LABEL = 34  # letters of a name in the figure
-_LEAST, _MOST = 1e-3, 2.2  # ends of the noise's scale
+_LEAST, _MOST = 1e-7, 1.0  # ends of the scale of losses, in nats
 
 _WEIGHTS = {
     "plain": "the weight alone, in the format that the model computes in",
@@ -70,9 +70,9 @@ def write_bill(
         checked=checked,
         checked_page=checked_page,
         commands=commands,
-        figure=_figure(bars, recipe.facts.get("tolerance")),
+        figure=_figure(bars),
         legend={bar.way: bar.color for bar in bars},
-        tolerance=None if (share := recipe.facts.get("tolerance")) is None else percent(share),
+        tolerance=None if (most := recipe.facts.get("tolerance")) is None else nats(most),
         choices=[_row(choice, recipe) for choice in choices],
         total=_total(recipe),
         layers=_layers(recipe),
@@ -87,8 +87,8 @@ def summary(recipe: FittedRecipe) -> str:
     bill = recipe.bill()
     text = (
         f"Training this model takes {bill.bytes:.2f} bytes a parameter, where fp32 master weights and moments "
-        f"({MIXED}) take {whole:.2f} and {NARROW} takes {eight:.2f}; rounding adds {percent(bill.noise)} of the "
-        "noise that the gradient itself adds"
+        f"({MIXED}) take {whole:.2f} and {NARROW} takes {eight:.2f}; rounding is estimated to move the "
+        f"loss at the end by at most {nats(bill.loss)} nats"
     )
     limit = recipe.facts.get("limit")
     return f"{text}." if limit is None else f"{text}. The limit: {limit}."
@@ -116,6 +116,17 @@ def percent(share: float) -> str:
     return f"{value:,.0f}\u00a0%" if value >= 100 else f"{float(f'{value:.2g}'):.6g}\u00a0%"
 
 
+def nats(loss: float) -> str:
+    """A loss with two digits that count."""
+    if math.isnan(loss):
+        return "not known"
+    if math.isinf(loss):
+        return "∞"
+    if 0 < loss < 1e-6:
+        return "less than 0.000001"
+    return f"{float(f'{loss:.2g}'):.7f}".rstrip("0").rstrip(".") if loss < 100 else f"{loss:.2g}"
+
+
 @dataclass(frozen=True)
 class _Bar:
     """A row of the figure: a group, or all that are too small for a row. `color` is a name of the palette."""
@@ -124,7 +135,7 @@ class _Bar:
     way: str
     color: str
     bytes: float
-    noise: float
+    loss: float
     narrower: float | None
 
 
@@ -136,18 +147,18 @@ def _bars(choices: Sequence[Choice]) -> Iterator[_Bar]:
     ways = dict.fromkeys(way(c.chosen) for c in sorted(large, key=lambda c: c.chosen.bytes))
     colors = {name: SERIES[number % len(SERIES)] for number, name in enumerate(ways)}
     for name, c in zip(_labels(large), large, strict=True):
-        how, narrower = way(c.chosen), None if c.narrower is None else c.narrower.noise
+        how, narrower = way(c.chosen), None if c.narrower is None else c.narrower.loss
         share = percent(c.elements / whole)
-        yield _Bar(f"{name} ({share})", how, colors[how], c.chosen.bytes, c.chosen.noise, narrower)
+        yield _Bar(f"{name} ({share})", how, colors[how], c.chosen.bytes, c.chosen.loss, narrower)
     if rest := [c for c in choices if c not in large]:
         share = percent(sum(c.elements for c in rest) / whole)
         name = f"{len(rest)} smaller group{'s together' if len(rest) > 1 else ''} ({share})"
-        yield _Bar(name, "small groups", "muted", mean_bytes(rest), max(c.chosen.noise for c in rest), None)
+        yield _Bar(name, "small groups", "muted", mean_bytes(rest), sum(c.chosen.loss for c in rest), None)
 
 
-def _figure(bars: Sequence[_Bar], tolerance: float | None) -> Markup:
-    """Bytes of each group as bars, and beside them its noise, with that of the next narrower choice."""
-    title = "Bytes a parameter and noise of each group of parameters"
+def _figure(bars: Sequence[_Bar]) -> Markup:
+    """Bytes of each group as bars, and beside them its loss, with that of the next narrower choice."""
+    title = "Bytes a parameter and loss of each group of parameters"
     grid: dict[str, Any] = {"sharey": True, "width_ratios": (3, 2)}
     with page_figure("bill", title, 80 + 48 * len(bars), 1, 2, **grid) as drawn:
         left, right = drawn.axes
@@ -159,29 +170,27 @@ def _figure(bars: Sequence[_Bar], tolerance: float | None) -> Markup:
             spot: dict[str, Any] = {"textcoords": "offset points", "va": "center", "color": INK, "fontsize": 13}
             left.annotate(f"{bar.bytes:.2f}", (bar.bytes, row), (5, 0), **spot)
             if bar.narrower is not None:
-                ends = [_place(bar.noise), _place(bar.narrower)]
+                ends = [_place(bar.loss), _place(bar.narrower)]
                 right.plot(ends, [row, row], color=MUTED, linewidth=1, zorder=2)
                 right.plot(ends[1], row, "o", color=MUTED, markersize=7, markerfacecolor="none", zorder=3)
-            right.plot(_place(bar.noise), row, "o", color=PALETTE[bar.color][0], markersize=8, zorder=4)
+            right.plot(_place(bar.loss), row, "o", color=PALETTE[bar.color][0], markersize=8, zorder=4)
         left.axvline(whole, color=MUTED, linewidth=1.2, linestyle=(0, (4, 2)), zorder=0)
         left.set(xlim=(0, 1.16 * max([whole, *(bar.bytes for bar in bars)])), yticks=[], xticks=[0, 4, 8, 12, 16])
         left.set_ylim(len(bars) - 0.45, -0.85)
         left.set_title("bytes a parameter", color=INK)
-        right.set(xlim=(_LEAST / 1.6, 3.0))
-        right.set_xticks([1e-3, 1e-2, 1e-1, 1], ["0.1", "1", "10", "100"])
+        right.set(xlim=(_LEAST / 2, 2 * _MOST))
+        right.set_xticks([1e-6, 1e-4, 1e-2, 1], ["10⁻⁶", "0.0001", "0.01", "1"])
         right.minorticks_off()
-        right.set_title("noise, %", color=INK)
-        if tolerance is not None:
-            right.axvline(_place(tolerance), color=INK, linewidth=1.5, linestyle=(0, (4, 2)), zorder=1)
+        right.set_title("loss, nats", color=INK)
         for axis in (left, right):
             axis.grid(False, axis="y")
             axis.spines["left"].set_visible(False)
     return drawn.svg
 
 
-def _place(noise: float) -> float:
-    """Where a share is drawn: inside the scale."""
-    return _MOST if math.isnan(noise) else min(max(noise, _LEAST), _MOST)
+def _place(loss: float) -> float:
+    """Where a loss is drawn: inside the scale."""
+    return _MOST if math.isnan(loss) else min(max(loss, _LEAST), _MOST)
 
 
 def _labels(choices: Sequence[Choice]) -> list[str]:
@@ -206,7 +215,7 @@ def _cell(kept: Kept | None) -> tuple[str, str]:
     """How parameters are kept, and what that costs."""
     if kept is None:
         return MISSING, ""
-    costs = [f"{kept.bytes:.2f} bytes", f"{percent(kept.noise)} noise"]
+    costs = [f"{kept.bytes:.2f} bytes", f"loss\u00a0{nats(kept.loss)}"]
     return way(kept), ", ".join([*costs, *([] if kept.ms is None else [f"{kept.ms:.3g}\u00a0ms"])])
 
 
@@ -218,6 +227,7 @@ def _row(choice: Choice, recipe: FittedRecipe) -> dict[str, Any]:
         "size": f"{choice.elements:,} in {choice.tensors:,} tensor{'s' if choice.tensors != 1 else ''}",
         "share": f"{percent(choice.elements / whole)} of\u00a0all",
         "cells": [_cell(each) for each in (choice.chosen, choice.narrower, choice.wider)],
+        "noise": percent(choice.chosen.noise),
         "lost": MISSING if lost is None else f"{percent(lost[0])} to {percent(lost[1])}",
         "reason": choice.reason,
     }
@@ -227,8 +237,13 @@ def _total(recipe: FittedRecipe) -> dict[str, Any]:
     """All groups together."""
     bill = recipe.bill()
     time = [] if bill.ms is None else [f"{bill.ms:.3g}\u00a0ms"]
-    costs = ", ".join([f"{bill.bytes:.2f} bytes", f"{percent(bill.noise)} noise", *time])
-    return {"size": f"{bill.elements:,}", "costs": costs}
+    costs = ", ".join([f"{bill.bytes:.2f} bytes", f"loss\u00a0{nats(bill.loss)}", *time])
+    return {
+        "size": f"{bill.elements:,}",
+        "costs": costs,
+        "loss": nats(bill.loss),
+        "noise": percent(bill.noise),
+    }
 
 
 def _layers(recipe: FittedRecipe) -> Table:
