@@ -20,7 +20,8 @@ from torch.nn import functional as F
 from narrowgauge.recipes import FittedRecipe
 from narrowgauge.recipes import _fit as fitting
 from narrowgauge.recipes._choices import Choice, LayerChoice
-from narrowgauge.recipes._fit._replay import Cost, Replay
+from narrowgauge.recipes._fit._replay import Cost
+from narrowgauge.recipes._fit._storages import Measured
 
 WIDTH, BATCH = 64, 64
 EXACT = "master"
@@ -29,18 +30,19 @@ _EPOCH = 64  # batches
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """A fit, and its replay, which measures storages whether or not they were chosen."""
+    """A fit, and what it measured of all storages, whether or not they were chosen."""
 
     recipe: FittedRecipe
-    replay: Replay
+    measured: Measured
 
     def choice(self, parameter: str) -> Choice:
         """The choice of a parameter."""
         return next(choice for choice in self.recipe.choices if parameter in choice.parameters)
 
     def cost(self, parameter: str, weights: str, states: str) -> Cost:
-        """What storages add to a parameter."""
-        return self.replay.costs(weights, states)[0][parameter]
+        """What a weight storage with fp32 moments, or a storage of all moments with exact weights, costs."""
+        ways = [(kept, set(moments.values())) for kept, moments in self.measured.ways]
+        return self.measured.costs[parameter][ways.index((weights, {states}))]
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,14 @@ class Case:
 
 def fitted(model: nn.Module, draw: Callable[[int], Any], loss: Callable[..., Tensor], **options: Any) -> Fitted:
     """Fit a model to batches by their number."""
-    seen: list[Replay] = []
+    seen: list[Measured] = []
 
-    def keep(*arguments: Any, **more: Any) -> Replay:
-        seen.append(Replay(*arguments, **more))
+    def keep(*arguments: Any) -> Measured:
+        seen.append(Measured(*arguments))
         return seen[0]
 
     given: dict[str, Any] = {"lr": 1e-3, "steps": 200, "warmup": 20, "weight_decay": 0.0, "seconds": 0.1} | options
-    with mock.patch.object(fitting, "Replay", keep):
+    with mock.patch.object(fitting, "Measured", keep):
         recipe = fitting.fit(model, lambda: map(draw, range(_EPOCH)), loss, **given)
     return Fitted(recipe, seen[0])
 
