@@ -65,7 +65,7 @@ def fitted(model: nn.Module, draw: Callable[[int], Any], loss: Callable[..., Ten
         seen.append(Measured(*arguments))
         return seen[0]
 
-    given: dict[str, Any] = {"lr": 1e-3, "steps": 200, "warmup": 20, "weight_decay": 0.0, "seconds": 0.1} | options
+    given: dict[str, Any] = {"lr": 1e-3, "steps": 120, "warmup": 12, "weight_decay": 0.0, "seconds": 0.1} | options
     with mock.patch.object(fitting, "Measured", keep):
         recipe = fitting.fit(model, lambda: map(draw, range(_EPOCH)), loss, **given)
     return Fitted(recipe, seen[0])
@@ -106,7 +106,7 @@ def costs(both: Sequence[Fitted], parameter: str, *storages: tuple[str, str]) ->
 
 def six_decades(**options: Any) -> Case:
     """Gradients of six decades side by side in every block: the paper's 8-bit codes lose the smallest."""
-    ends, given = (torch.logspace(-5, 1, WIDTH), None), {"tolerance": 0.03} | options
+    ends, given = (torch.logspace(-5, 1, WIDTH), None), {"tolerance": 0.02} | options
     both = [fitted(*regression(scales), **given) for scales in ends]
     choice, without = (each.choice("0.weight") for each in both)
     figures = costs(both, "0.weight", (EXACT, "8bit"), (EXACT, "log8"))
@@ -116,9 +116,9 @@ def six_decades(**options: Any) -> Case:
 
 
 def codes_differ(figures: Mapping[str, tuple[float, float]], tolerance: float) -> bool:
-    """Whether 8-bit codes are over a tolerance with what was planted and within it without, and log8 is within."""
+    """Whether 8-bit codes lose twice what log8 does with what was planted; all else is within the tolerance."""
     bad, good = figures["loss by 8bit"], figures["loss by log8"]
-    return max(good[0], bad[1]) < tolerance < bad[0]
+    return bad[0] > 2 * good[0] and max(*good, bad[1]) < tolerance
 
 
 class Embedded(nn.Module):
@@ -158,7 +158,7 @@ def sparse_embedding(**options: Any) -> Case:
 
 def stalls_at_the_end(**options: Any) -> Case:
     """A rate whose updates a bf16 weight takes at its highest, and loses once it has fallen."""
-    given: dict[str, Any] = {"tolerance": 0.005, "lr": 0.03, "final_lr": 0.001} | options
+    given: dict[str, Any] = {"tolerance": 0.0015, "lr": 0.03, "final_lr": 0.001} | options
     both = [fitted(*regression(), schedule=schedule, **given) for schedule in ("cosine", "constant")]
     choice, without = (each.choice("0.weight") for each in both)
     figures = lost(choice, without) | costs(both, "0.weight", ("plain", "fp32"))
