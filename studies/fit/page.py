@@ -191,7 +191,7 @@ def facts(results: Results) -> dict[str, str]:
         "saved": span(saved, "+.2f") or "no",
         "default_good": str(sum(default)),
         "answer_bytes": _answer(enough, settings),
-        "answer_same": _answer(total["same"] - ended["same", False]["above"], total["same"]),
+        "answer_same": "No" if ended["same", False]["above"] or not total["same"] else "Yes",
         "answer_limit": _answer(ended["limit", False]["below"], total["limit"]),
         "common": f"{100 * statistics.fmean(share for _, share in shares):.0f} %" if shares else "none",
         "commonest": statistics.mode(way for way, _ in shares) if shares else "none",
@@ -206,7 +206,7 @@ def facts(results: Results) -> dict[str, str]:
 
 
 def _answer(good: int, of: int) -> str:
-    """Whether a goal is met: always, mostly, in some cases, or not."""
+    """Whether a goal is met: always, mostly, seldom or not."""
     if not of or not good:
         return "No"
     return "Yes" if good == of else "Mostly" if 2 * good > of else "Seldom"
