@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from matplotlib.figure import Figure
@@ -11,7 +11,9 @@ from matplotlib.figure import Figure
 from narrowgauge import recipes
 from narrowgauge.recipes._choices import Kept
 from narrowgauge.recipes._fit._choose import Candidates
-from studies.fit import page, rows, training
+from narrowgauge.recipes._fit._replay import Cost
+from studies.fit import forecast_page, page, rows, training
+from studies.fit.forecasts import Forecasts, totals
 
 BYTES = {"D": 16.0, "split": 14.0, "adamw8bit-split8": 7.0, "stochastic + log8": 6.0}
 
@@ -42,6 +44,13 @@ def results(fitted: list[float], drawn: list[float]) -> dict[str, Any]:
         for row, found in losses.items()
         for seed, loss in enumerate(found)
     ]  # fmt: skip
+    runs.append({
+        "model": "micro", "lr": 1e-3, "beta2": 0.999, "row": "fit", "seed": 0, "chosen": {}, "parameters": 10,
+        "forecast": {
+            "D": [0.0, 0.0], "stochastic + log8": [0.035, 0.005], DRAWN: [-0.002, 0.001], FITTED: [0.0, None],
+        },
+        "loss": {"stochastic + log8": 0.04, DRAWN: 0.0015, FITTED: None}, "replay_steps": 5,
+    })  # fmt: skip
     named = [{"name": row, "title": row, "uniform": row in BYTES} for row in losses]
     return {"runs": runs, "rows": named, "training": {"seeds": 2, "steps": 10}, "unfinished": []}
 
@@ -71,25 +80,69 @@ def test_uniform_rows_name_themselves() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fitted", "drawn", "verdict", "random"),
+    ("fitted", "drawn", "verdict", "answers"),
     [
-        ([0.0002, 0.0001], [0.03, 0.05], "below", "random_below"),
-        ([0.0405, 0.0495], [0.0405, 0.0495], "alike", "random_alike"),
-        ([0.1, 0.2], [0.0, 0.0], "above", "random_above"),
+        ([0.0002, 0.0001], [0.03, 0.05], "below", ("Yes", "Yes", "Yes")),
+        ([0.0405, 0.0495], [0.0405, 0.0495], "alike", ("No", "Yes", "No")),
+        ([0.1, 0.2], [0.0, 0.0], "above", ("No", "No", "No")),
     ],
 )
-def test_the_page_says_which_is_lower(fitted: list[float], drawn: list[float], verdict: str, random: str) -> None:
+def test_the_page_answers(fitted: list[float], drawn: list[float], verdict: str, answers: tuple[str, ...]) -> None:
     found = page.facts(results(fitted, drawn))
-    assert (found["compared"], found["random_compared"]) == ("1", "1")
-    assert (found[verdict], found[random]) == ("1", "1")
-    assert (found[f"near_{verdict}"], found[random.replace("_", "_near_")]) == ("1", "1")
-    saved = verdict == "below"
-    assert found["saved"] == ("+0.55 to +0.55" if saved else "no setting with both")
-    # Below 7 bytes no uniform recipe has fp32 quality here.
-    assert (found["limits"], found["limits_won"]) == ("1", "1" if saved else "0")
-    assert found["verdict"].startswith(
-        {"below": "Fitted", "alike": "The uniform", "above": "Some uniform"}[verdict]
-    )
+    for name in ("same", "limit", "random"):  # below 7 bytes no uniform recipe has fp32 quality here
+        assert found[f"{name}_compared"] == found[f"{name}_{verdict}"] == found[f"{name}_near_{verdict}"] == "1"
+    assert tuple(found[f"answer_{goal}"] for goal in ("bytes", "same", "limit")) == answers
+    assert found["saved"] == ("+0.55" if verdict == "below" else "no")
+
+
+def test_longer_steps_are_lower_and_farther() -> None:
+    found = page.facts(results([-0.06, -0.06], [0.0, 0.0]))
+    assert (found["same_below"], found["same_near_above"], found["quality"]) == ("1", "1", "0")
+    assert (found["lower"], found["lower_forecast"]) == ("0", "0")  # what was not forecast is left out
+
+
+def test_forecasts_beside_what_was_measured() -> None:
+    made = results([0.0, 0.0], [0.01, 0.01])
+    lost, lucky = sorted(forecast_page.forecasts(made), key=lambda f: -f.total)
+    assert (lost.name, lost.total, lost.measured) == ("stochastic + log8", 0.04, pytest.approx(0.045))
+    assert (lost.right, lucky.right) == (True, False)
+    found = page.facts(made)
+    assert (found["forecast_rows"], found["forecast_right"], found["within"], found["within_kept"]) == (
+        "2", "1", "1", "0"
+    )  # fmt: skip
+    # 0.25 × 0.045/0.04
+    assert "| micro, 0.001 | 2 |  | 50 % | 0.28 |  |" in forecast_page.right(made).splitlines()
+    assert "| stochastic + log8 | +0.0400 / +0.0450 |" in forecast_page.beside(made)
+    assert isinstance(forecast_page.picture(made), Figure)
+
+
+def test_a_forecast_adds_weights_and_moments_and_plays_what_was_not_measured() -> None:
+    class Slot:
+        name = "m"
+
+    class FakeReplay:
+        exact, slots = "master", (Slot,)
+        played: ClassVar[list[Any]] = []
+
+        def costs(self, weights: str, states: Any) -> tuple[dict[str, Cost], None]:
+            self.played.append((weights, states))
+            return dict.fromkeys("ab", Cost(0.0, 0.5, 0.0)), None
+
+    class FakeMeasured:
+        ways = (("plain", {"m": "fp32"}), ("master", {"m": "log8"}))
+        groups = [Candidates((name,), 10, WAYS) for name in "ab"]  # noqa: RUF012
+        costs = {  # noqa: RUF012
+            "a": [Cost(0.0, 0.01, 0.001), Cost(0.0, -0.02, 0.002)], "b": [Cost(0.0, 0.1, 0.0), Cost(0.0, 0.2, 0.0)],
+        }  # fmt: skip
+
+    forecasts: Any = Forecasts(FakeMeasured(), FakeReplay())  # type: ignore[arg-type]
+    parts, loss = totals(forecasts.uniform("plain", "log8"))
+    assert (parts, loss) == (pytest.approx([0.29, 0.003]), pytest.approx(0.01 + 0.003 + 0.3))
+    assert totals(forecasts.uniform("master", "fp32")) == ([0.0, 0.0], 0.0)
+    assert FakeReplay.played == []
+    for _ in range(2):  # the second time it is known
+        assert totals(forecasts.uniform("kahan", {"m": "log8"}))[0] == pytest.approx([1.18, 0.002])
+    assert FakeReplay.played == [("kahan", "fp32")]
 
 
 def test_a_picture_and_tables_of_made_up_runs() -> None:
@@ -97,7 +150,10 @@ def test_a_picture_and_tables_of_made_up_runs() -> None:
     assert isinstance(page.bytes_against_loss(found), Figure)
     assert "| fitted, 6.5 bytes | 6.45 | +0.0003 (+0.0002 … +0.0004) |" in page.losses(found)
     (line,) = page.goals(found).splitlines()[2:]
-    assert "`adamw8bit-split8`, 7.00 | fitted, 6.5 bytes, 6.45 | +0.55 | 6.45: fitted, 6.5 bytes, 6.45" in line
+    assert (
+        "`adamw8bit-split8`, 7.00 | fitted, 6.5 bytes, 6.45 | +0.55 | 6.5: fitted, 6.5 bytes +0.0003, `stoch"
+        in line
+    )
 
 
 @pytest.mark.parametrize("model", ["bert-micro", "clip-micro"])
