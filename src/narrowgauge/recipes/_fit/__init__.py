@@ -2,7 +2,7 @@
 
 1. `_probe` trains a copy of the model for some steps and records gradients.
 2. `_replay` plays them to every storage over the length of the planned run.
-3. `_choose` takes, for every group of like parameters, the bytes that are worth their noise.
+3. `_choose` takes, for every group of like parameters, the bytes that are worth their loss.
 4. `_layers` measures the multiplies of linear layers in eight bits, and chooses their plans.
 5. What was chosen is played once more, all together, and timed.
 """
@@ -147,7 +147,7 @@ def fit(
     facts = {
         "model": type(model).__name__, "parameters": sum(sample.elements for sample in found.samples), "lr": lr,
         "steps": steps, "schedule": schedule, "warmup": warmup, "final_lr": final_lr, "accumulate": accumulate,
-        "tolerance": tolerance or TOLERANCE, "probe_steps": len(found.losses), "replay_steps": replay.steps,
+        "probe_steps": len(found.losses), "replay_steps": replay.steps,
     }  # fmt: skip
     if bytes_per_parameter is not None:
         chosen, limit = _for_bytes(measured, bytes_per_parameter), f"{bytes_per_parameter:g} bytes a parameter"
@@ -160,8 +160,8 @@ def fit(
         }
         chosen, limit = _for_memory(measured, model, memory, asked, facts), f"{memory} of memory"
     else:
-        chosen = measured.within(tolerance or TOLERANCE)
-        limit = f"the loss moves by at most {tolerance or TOLERANCE:g}"
+        facts["tolerance"] = most = tolerance or TOLERANCE
+        chosen, limit = measured.within(most), f"the loss moves by at most {most:g}"
     made = measured.recipe(chosen, {**facts, "limit": limit}, next(model.parameters()).device, progress)
     return replace(made, layers=layers)
 

@@ -184,9 +184,9 @@ class Measured:
     def _reason(self, one: Candidates, now: Kept, narrower: Kept | None) -> str:
         small = "too few elements for narrow moments; " if self._replay.is_small(one.name) else ""
         if narrower is None:
-            return f"{small}the narrowest, which may move the loss by {now.loss:.2g}"
+            return f"{small}the narrowest, which may move the loss by {_nats(now.loss)}"
         kept = " ".join([narrower.weights, *(f"{slot}:{name}" for slot, name in narrower.states.items())])
-        return f"{small}may move the loss by {now.loss:.2g}, {kept} by {narrower.loss:.2g}"
+        return f"{small}may move the loss by {_nats(now.loss)}, {kept} by {_nats(narrower.loss)}"
 
     def _timed(self, one: Candidates, ways: Mapping[str, Kept], device: torch.device) -> dict[str, Any]:
         """Ways to keep parameters with the milliseconds of their step, the median of a few, taken in turns.
@@ -210,6 +210,10 @@ class Measured:
                     times[name].append(seconds)
         scale = 1000 * one.elements / part
         return {name: replace(kept, ms=scale * statistics.median(times[name])) for name, kept in ways.items()}
+
+
+def _nats(loss: float) -> str:
+    return f"{loss:.6f}".rstrip("0").rstrip(".") if 1e-6 < loss < math.inf else "nothing" if loss <= 1e-6 else "inf"
 
 
 def _mean_pair(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
