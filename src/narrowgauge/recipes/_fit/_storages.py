@@ -213,7 +213,7 @@ class Measured:
 
 
 def _nats(loss: float) -> str:
-    return f"{loss:.6f}".rstrip("0").rstrip(".") if 1e-6 < loss < math.inf else "nothing" if loss <= 1e-6 else "inf"
+    return "nothing" if loss <= 1e-6 else f"{loss:.6f}".rstrip("0").rstrip(".")
 
 
 def _mean_pair(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
