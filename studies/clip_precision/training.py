@@ -25,7 +25,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -88,7 +88,7 @@ class Trained:
 
 def plain(settings: TrainSettings) -> dict[str, Any]:
     """What a results file says of settings; it names nobody's folders."""
-    said = {name: value for name, value in vars(settings).items() if name not in _NOT_SAID}
+    said = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in _NOT_SAID}
     return said | {name: said[name] and said[name].name for name in ("data", "validation_data")}
 
 

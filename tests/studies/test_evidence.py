@@ -137,6 +137,6 @@ def test_results_of_all_sources_are_used() -> None:
     stems = {re.sub(r"(_beta95|_fast|_micro)?(_h200|_cpu)?\.json$", "", file) for file in used}
     # Of no paper, beside what is looked up, or older than that.
     ours = {"state_codecs", "memory", "optimizer_step", "optimizers_small", "watch", "peers_linear"}
-    ours |= {"data_parallel_2", "sharded_step_2", "offload", "clip_filter"}
+    ours |= {"data_parallel_2", "sharded_step_2", "offload", "clip_filter", "fit_h100"}
     for path in [*ROOT.glob("studies/*/results/*.json"), *ROOT.glob("benchmarks/results/*.json")]:
         assert re.sub(r"(_beta95|_fast|_micro)?(_h200|_cpu)?$", "", path.stem) in stems | ours, path.name

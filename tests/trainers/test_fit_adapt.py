@@ -81,7 +81,7 @@ def test_two_processes_decide_alike_and_as_one(trainings: Trainings, small: Trai
         ({"offload": "states"}, "--offload must be none with --adapt, got 'states'"),
         ({"compile": True, "linear": "SWITCHBACK"}, "--linear must be none with --adapt and --compile"),
         ({"parallel": "fsdp", "linear": "SWITCHBACK"}, "--linear must be none with --adapt and --parallel fsdp"),
-        ({"tolerance": 0.0}, "--tolerance must be a number above 0, got 0.0"),
+        ({"adapt_tolerance": 0.0}, "--adapt-tolerance must be a number above 0, got 0.0"),
     ],
 )
 def test_what_cannot_adapt_is_refused(options: dict[str, Any], message: str) -> None:

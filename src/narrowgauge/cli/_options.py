@@ -81,7 +81,8 @@ class CompareOptions:
     def settings(self) -> Settings:
         """The part that the training loop needs."""
         return Settings(
-            self.steps, self.lr, self.warmup, self.arithmetic, decay_all=True, gauge_every=self.gauge_every,
+            self.steps, self.lr, self.warmup, arithmetic=self.arithmetic, decay_all=True,
+            gauge_every=self.gauge_every,
             options={
                 "betas": (self.beta1, self.beta2), "eps": self.eps, "weight_decay": self.weight_decay,
                 "block_size": self.block_size, "min_quantized_size": self.min_quantized_size,
