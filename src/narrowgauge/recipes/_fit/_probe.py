@@ -121,8 +121,8 @@ class BatchStream(Iterator[Any]):
         if batch is None:
             if self._count == 1:
                 raise ValueError(
-                    "batches() must give two batches an epoch or more, got one: their gradients show the noise. "
-                    "Divide it into micro-batches, give those, and say how many a step has: accumulate=8"
+                    "batches() must give two batches an epoch or more, got one: noise is measured between batches. "
+                    "Divide the batch into micro-batches, give those, and say how many a step has: accumulate=8"
                 )
             self._iterator, self._count = iter(self._batches()), 0
             batch = next(self._iterator, None)

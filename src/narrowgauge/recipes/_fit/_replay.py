@@ -132,8 +132,8 @@ class Replay:
         self.slots = [slot.slot for slot in plan.slots if not slot.slot.storages]
         if not elementwise(plan, self.group):
             raise ValueError(
-                f"optimizer must be elementwise, to be measured on samples, got {optimizer.__name__}, whose "
-                f"{plan.rule.name} needs numbers of a whole parameter"
+                f"optimizer must be elementwise, as it is measured on samples, got {optimizer.__name__}, whose "
+                f"rule {plan.rule.name} needs sums over a whole parameter"
             )
         self._small = {sample.name for sample in samples if sample.elements < smallest}
         self._banks = {sample.name: _bank(sample) for sample in samples}
