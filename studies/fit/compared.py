@@ -1,9 +1,10 @@
 """Rows of fitted recipes beside uniform ones: which is better, and by how much.
 
-A difference is taken seed by seed from D, which has the same start and the same batches. What chance alone makes of
-it is seen in the **control**: `split` keeps D's numbers in other words and rounds ties otherwise. Its largest
-difference over the seeds is the **paired spread** of a setting (model, learning rate, β2). A row has **fp32
-quality** if its mean is within the larger of 0.001 and that spread.
+A difference is the loss of a row minus that of D with the same seed, which starts with the same weights and trains
+on the same batches. The **control** shows how large differences are by chance alone: `split` stores the same fp32
+numbers as D, as two words, and rounds ties differently. Its largest difference over the seeds is the **paired
+spread** of a setting (model, learning rate, β2). A row has **fp32 quality** if its mean difference is within the
+larger of 0.001 and that spread.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from studies.shared.tables import Results, apart
 
 DEFAULT = by_tolerance(TOLERANCES[0])
 QUALITY = 0.001  # nats from D
-SAME = 0.05  # bytes a parameter that count as none
+SAME = 0.05  # bytes a parameter; a smaller difference counts as the same
 LEAST_SPREAD = 1e-4  # nats; a spread of a few seeds may be zero by chance
 Cell = tuple[str, float, float]  # model, learning rate, β2
 
@@ -41,7 +42,7 @@ class Row:
         return statistics.fmean(self.differences) if self.differences and not self.diverged else None
 
     def behind(self, other: Row) -> list[float]:
-        """By seed, how much higher the loss is than another row's."""
+        """By seed, the loss minus that of another row."""
         return [loss - other.by_seed[seed] for seed, loss in self.by_seed.items() if seed in other.by_seed]
 
 
@@ -107,9 +108,9 @@ def narrowest(rows: Sequence[Row], kind: str) -> Row | None:
 
 
 def saved(results: Results) -> list[float | None]:
-    """By setting, the bytes that a fitted row of fp32 quality saves against the narrowest uniform one.
+    """By setting, how many bytes the narrowest fitted row of fp32 quality saves against the narrowest uniform one.
 
-    None where no fitted row has that quality.
+    None if either kind has no row of that quality.
     """
     pairs = [(narrowest(rows, "uniform"), narrowest(rows, "fitted")) for rows in _settings(results)]
     return [mine and theirs and theirs.bytes - mine.bytes for theirs, mine in pairs]
@@ -132,8 +133,9 @@ class Duel:
     def verdict(self) -> str:
         """`below`, `above` or `alike`.
 
-        Losses: the mean over the seeds beyond the paired spread, all seeds on one side. Distances from D: those of
-        the means, beyond what counts as fp32 quality; two rows that are both within it are alike.
+        Losses differ if the mean difference over the seeds is more than the paired spread and all seeds have the
+        same sign. Distances of the means from D differ if they do by more than fp32 quality allows; a distance
+        within that counts as that.
         """
         if self.distance:
             mine, theirs = (max(abs(row.mean or 0.0), self.limit) for row in (self.fitted, self.other))
@@ -163,7 +165,7 @@ def of_the_same_bytes(results: Results, distance: bool) -> Iterator[Duel]:
 
 
 def under_a_limit(results: Results, distance: bool) -> Iterator[Duel]:
-    """What is fitted to bytes that admit no uniform recipe of fp32 quality, against the best uniform one."""
+    """At each limit of bytes without a uniform row of fp32 quality, the fitted row against the best uniform one."""
     for rows in _settings(results):
         good = narrowest(rows, "uniform")
         named = {row.name: row for row in rows}
@@ -187,6 +189,6 @@ def _uniform(rows: Sequence[Row], most: float) -> list[Row]:
 
 
 def counts(duels: Iterable[Duel]) -> dict[str, int]:
-    """How many duels ended so."""
+    """How many duels have each verdict."""
     verdicts = [duel.verdict for duel in duels]
     return {word: verdicts.count(word) for word in ("below", "alike", "above")}

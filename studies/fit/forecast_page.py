@@ -1,6 +1,6 @@
-"""What a fit forecast of each row's loss, from replays alone, beside what training with other seeds then gave.
+"""The loss of each row as a fit forecasts it, from replays alone, beside the one of trainings with other seeds.
 
-A forecast is the descent that rounding loses, with its sign, and what its random errors cost. A row's forecast is
+A forecast is the descent that rounding loses, with its sign, plus what its random errors cost. A row's forecast is
 **right** if it is within 0.002 of the mean difference from D, or within a factor of 2 of it with the same sign.
 """
 
@@ -23,8 +23,8 @@ from studies.shared import pictures
 from studies.shared.pictures import COLORS, INK, MUTED
 from studies.shared.tables import Results, markdown
 
-NEAR, FACTOR = 0.002, 2.0  # nats; of what was measured
-_MAIN, _LARGE = 3.0, 0.003  # one part of a forecast is this many times the other one, and so many nats
+NEAR, FACTOR = 0.002, 2.0  # nats; a multiple of the measured difference
+_MAIN, _LARGE = 3.0, 0.003  # a part decides a forecast if it is 3 times the other part and 0.003 nats
 MARKERS = {"micro": "o", "llama-micro": "s", "bert-micro": "^", "clip-micro": "D"}
 
 
@@ -76,7 +76,7 @@ def _rank_correlation(each: Sequence[Forecast]) -> float | None:
 
 
 def _fitting(each: Sequence[Forecast], main: str) -> float | None:
-    """A constant of the measure that would have been right in the median, from the rows that one part decides."""
+    """What a constant would have to be in a setting: the median over the rows whose forecast one part decides."""
     other, constant = ("random", SHRINKS) if main == "descent" else ("descent", GROWS)
     ratios = [
         f.measured / f.total
@@ -87,7 +87,7 @@ def _fitting(each: Sequence[Forecast], main: str) -> float | None:
 
 
 def right(results: Results) -> str:
-    """By setting: how often forecasts are right, and the constants that would have been."""
+    """By setting: how often forecasts are right, and what the constants would have to be."""
     lines = []
     for cell, group in itertools.groupby(forecasts(results), key=lambda f: f.cell):
         each = list(group)

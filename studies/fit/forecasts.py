@@ -1,8 +1,8 @@
-"""How far a row's loss will be from that of fp32 training, by the replays of a fit alone.
+"""How far a row's loss will be from that of fp32 training, forecast from the replays of a fit alone.
 
-A forecast is made for rows that `fit` did not choose too. The errors of a weight storage and of moments are
-independent, so what they cost is added up. Storages that a fit does not consider, as the paper's codes in 4 bits,
-are played once more.
+Rows that `fit` did not choose have a forecast too. The errors of a weight storage and of moments are independent,
+so their costs are added. Storages that a fit does not consider, such as the paper's codes in 4 bits, are replayed
+here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Forecasts:
         return self._found[key]
 
     def of_groups(self, kept: Mapping[str, Kept]) -> dict[str, Cost]:
-        """What each group of like parameters costs, by its name, if each one's parameters are kept so."""
+        """By the name of a group of like parameters, what its storages in `kept` cost."""
         found = {}
         for one in self._measured.groups:
             weights, states = kept[one.name]
@@ -57,6 +57,6 @@ class Forecasts:
 
 
 def totals(costs: Mapping[str, Cost]) -> tuple[list[float], float]:
-    """Of a model, what its groups cost: descent and random, with their signs; and how far the loss may move."""
+    """Sums over the groups of a model: [descent, random] with their signs, and how far the loss may move."""
     each = costs.values()
     return [sum(cost.descent for cost in each), sum(cost.random for cost in each)], sum(cost.loss for cost in each)

@@ -1,4 +1,4 @@
-"""Tables, facts and the first picture of fitted recipes beside uniform ones; see `compared.py` for the words."""
+"""Tables, facts and the first picture of fitted recipes beside uniform ones; `compared.py` defines the words."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def title(cell: Cell, several_betas: bool = False) -> str:
 
 
 def goals(results: Results) -> str:
-    """In each setting what fp32 quality costs, and the losses at a limit that no such uniform recipe fits."""
+    """In each setting the bytes of fp32 quality, and losses at a limit without a uniform row of that quality."""
     lines = []
     for cell in cells(results):
         rows = found(results, cell)
@@ -50,7 +50,7 @@ def _name(row: Row) -> str:
 
 
 def _at_limit(rows: Sequence[Row]) -> str:
-    """At the most bytes that admit no uniform row of fp32 quality: what is fitted to them, and the best uniform."""
+    """At the highest limit without a uniform row of fp32 quality: the fitted row, and the best uniform one."""
     good, named = narrowest(rows, "uniform"), {row.name: row for row in rows}
     able = [each for each in BYTES if by_bytes(each) in named and (good is None or each < good.bytes - SAME)]
     if not able:
@@ -91,7 +91,7 @@ def _range(values: Sequence[float]) -> str:
 
 
 def chosen(results: Results) -> str:
-    """What each fit chose: by row the storages, and the share of the numbers that each has."""
+    """By fit and fitted row, the storages and the share of the model's numbers that have them."""
     lines = []
     for fit in fits(results):
         for name, places in fit["chosen"].items():
@@ -122,7 +122,7 @@ def _storages(fit: Results, places: Sequence[int]) -> str:
 
 
 def _shares(fit: Results, places: Sequence[int]) -> list[tuple[str, float]]:
-    """Ways to keep parameters with the share of the numbers that are kept so, the largest first."""
+    """Ways to keep parameters, each with its share of the model's numbers, the largest first."""
     total: dict[str, float] = defaultdict(float)
     elements = sum(group["elements"] for group in fit["groups"])
     for group, place in zip(fit["groups"], places, strict=True):
@@ -132,7 +132,7 @@ def _shares(fit: Results, places: Sequence[int]) -> list[tuple[str, float]]:
 
 
 def planted(results: Results) -> str:
-    """The planted cases: what was chosen with and without what was planted, and the figures."""
+    """The planted cases: what was chosen with and without the planted property, and the figures."""
     return table(
         results["planted"],
         ("case", "name"),
@@ -206,7 +206,7 @@ def facts(results: Results) -> dict[str, str]:
 
 
 def _answer(good: int, of: int) -> str:
-    """Whether a goal is met: always, mostly, seldom or not."""
+    """How often a goal is met, in a word."""
     if not of or not good:
         return "No"
     return "Yes" if good == of else "Mostly" if 2 * good > of else "Seldom"
@@ -271,7 +271,7 @@ def _panel(axis: Any, rows: Sequence[Row]) -> None:
 
 
 def _places(kinds: dict[str, list[Row]], limit: float) -> list[float]:
-    """Ticks of the losses: zero, and round numbers beyond what counts as none."""
+    """Ticks of the losses: zero, and round numbers outside the band of fp32 quality."""
     values = [x for rows in kinds.values() for row in rows for x in row.differences] or [0.0]
     at = [sign * t for t in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3) for sign in (1, -1) if t > 0.7 * limit]
     return [0.0, *(y for y in at if 1.3 * min(values) <= y <= 1.3 * max(values))]

@@ -1,9 +1,9 @@
-"""Cases with a known answer: does `fit` see what was planted, and choose accordingly?
+"""Cases with a known answer: does `fit` measure a planted property, and choose for it?
 
-Models of a few thousand parameters whose gradients have one property each, fitted on a CPU in seconds, and the same
-models without it. A case gives what was chosen for both, and the figures that show why: how far storages may move
-the loss, in nats, what they add to the gradient's noise, shares of updates that are lost, errors of multiplies, all
-as `fit` measures them.
+Each case is a model of a few thousand parameters with one property, and the same model without it. Both are fitted
+on a CPU in seconds. A case gives the choices for both, and the figures that show why, as `fit` measures them: how
+far storages may move the loss, in nats; how far they move the weights, as a share of the gradient's noise; shares
+of updates that are lost; errors of multiplies.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _EPOCH = 64  # batches
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """A fit, and what it measured of all storages, whether or not they were chosen."""
+    """A fit, and its measurements of all storages, chosen or not."""
 
     recipe: FittedRecipe
     measured: Measured
@@ -47,7 +47,7 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Case:
-    """What was planted, what `fit` chose with it and without, and the figures that show that it saw it."""
+    """What was planted, what `fit` chose with and without it, and the figures that show that it was measured."""
 
     name: str
     planted: str
@@ -96,7 +96,7 @@ def regression(scales: Tensor | None = None) -> tuple[nn.Module, Callable[[int],
 
 
 def costs(both: Sequence[Fitted], parameter: str, *storages: tuple[str, str]) -> dict[str, tuple[float, float]]:
-    """What storages of weights and moments cost and add, with what was planted and without."""
+    """The loss and the noise of storages of weights and moments, with the planted property and without."""
     found = {}
     for weights, states in storages:
         of, name = [each.cost(parameter, weights, states) for each in both], states if weights == EXACT else weights
@@ -116,7 +116,7 @@ def six_decades(**options: Any) -> Case:
 
 
 def codes_differ(figures: Mapping[str, tuple[float, float]], tolerance: float) -> bool:
-    """Whether 8-bit codes lose twice what log8 does with what was planted; all else is within the tolerance."""
+    """Whether 8-bit codes cost twice the loss of log8 with the property, and all other losses are tolerable."""
     bad, good = figures["loss by 8bit"], figures["loss by log8"]
     return bad[0] > 2 * good[0] and max(*good, bad[1]) < tolerance
 
@@ -157,7 +157,7 @@ def sparse_embedding(**options: Any) -> Case:
 
 
 def stalls_at_the_end(**options: Any) -> Case:
-    """A rate whose updates a bf16 weight takes at its highest, and loses once it has fallen."""
+    """A falling learning rate: bf16 weights take its updates at the highest rate, and lose them at the end."""
     given: dict[str, Any] = {"tolerance": 0.0015, "lr": 0.03, "final_lr": 0.001} | options
     both = [fitted(*regression(), schedule=schedule, **given) for schedule in ("cosine", "constant")]
     choice, without = (each.choice("0.weight") for each in both)
@@ -181,7 +181,7 @@ def lost(choice: Choice, without: Choice) -> dict[str, tuple[float, float]]:
 
 
 def outlier_tokens(**options: Any) -> Case:
-    """A few tokens with large features, behind which the others vanish under one scale for all."""
+    """A few tokens with large features: with one scale for all, the other tokens are rounded to zero."""
     model, plain, loss = regression()
 
     def draw(number: int) -> tuple[Tensor, Tensor]:
@@ -219,7 +219,7 @@ class Normed(nn.Module):
 
 
 def norms_at_one(**options: Any) -> Case:
-    """The weights of a norm are near 1, where bf16 numbers are 2^-8 apart and more: a plain one never moves."""
+    """The weights of a norm are near 1, where bf16 numbers are 2^-8 apart and more: a plain weight never moves."""
     _, draw, loss = regression()
     given: dict[str, Any] = {"tolerance": 0.002, "schedule": "constant"} | options
     both = [fitted(Normed(size), draw, loss, **given) for size in (1.0, 1 / 64)]

@@ -1,9 +1,9 @@
 """A fitted recipe beside uniform ones: what is compared.
 
 **Uniform** rows keep every parameter alike: the library's recipes, and combinations of its storages that have no
-name. **Fitted** rows come from one call of `narrowgauge.recipes.fit`: its measurement serves every limit.
-**Random** rows are what a choice without measurement would be: for each group of like parameters a way to keep it,
-drawn from the same frontier, such that all bytes together are those of a fitted row.
+name. **Fitted** rows come from one call of `narrowgauge.recipes.fit`, whose measurement is used for every limit.
+**Random** rows are choices without a measurement. For each group of like parameters a way to keep it is drawn from
+the same frontier, such that the bytes of the model are those of a fitted row.
 
 A fitted or random row is stored as the number of a way on each group's frontier; `recipe_of` makes the recipe.
 """
@@ -37,7 +37,7 @@ def _made(weights: str, states: str | dict[str, str], title: str) -> Recipe:
 
 
 def uniform() -> dict[str, Recipe]:
-    """The uniform rows by name, the reference first, then by how much they say."""
+    """The uniform rows by name, the reference first, then the more informative ones first."""
     named = (
         "D", "split", "adamw8bit-split8", "adamw6bit-split8", "adamw4bit-split8", "split8", "adamw8bit-split",
         "adamw8bit-dynamic-split8", "kahan", "C", "stochastic", "A",
@@ -82,10 +82,10 @@ def random_names(count: int) -> list[str]:
 
 
 def draw_choice(groups: Sequence[Candidates], each: float, seed: int) -> dict[str, int] | None:
-    """A random way for each group, of so many bytes a parameter together, more or less `WITHIN`.
+    """A random way for each group, with so many bytes a parameter over all groups, within `WITHIN`.
 
-    Every group draws one; then groups chosen at random draw again, and keep what brings the bytes nearer. None if
-    no choice was found.
+    A way is drawn for every group. Then a way is drawn again for groups at random, and taken if it brings the bytes
+    nearer. None if no choice was found.
     """
     generator = random.Random(seed)
     elements = sum(one.elements for one in groups)

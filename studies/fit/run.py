@@ -4,14 +4,15 @@
     python -m studies.fit.run --model micro --steps 200 --fit-seconds 15 --seeds 1 --out runs/fit.json  # a CPU
     python -m studies.fit.run --check --out runs/check.json                                            # a toy
 
-Small models, each at each learning rate and β2. `fit` sees the first half of the training text, with seed 0. It is
-measured once, and chooses for three tolerances and six numbers of bytes. Those choices, every uniform recipe and
-random choices are then trained on the other half with seeds 1, 2, 3. Rows of one seed start from the same weights
-and see the same batches, so the loss of D (fp32 master weights, fp32 moments) is subtracted seed by seed.
+Each model is fitted at each learning rate and β2. `fit` measures once, on the first half of the training text with
+seed 0, and chooses for three tolerances and six numbers of bytes. Those choices, every uniform recipe and random
+choices are then trained on the other half with seeds 1, 2, 3. Rows of one seed start from the same weights and
+train on the same batches, so the loss of D (fp32 master weights, fp32 moments) is subtracted seed by seed.
 
-Results are written as they come: `--minutes` begins no run that would not end in time, and `--resume` goes on.
-Calls with other models, rates, β2, seeds or rows add to one file. The first call also makes the planted cases
-(`planted.py`), on the CPU. A CLIP takes the emoji font's pairs, or those of `--pairs`, which `shapes.py` draws.
+Results are written after each run. With `--minutes` no run begins that would not end in time, and `--resume` goes
+on. Calls with other models, rates, β2, seeds or rows add to one file. The first call also makes the planted cases
+(`planted.py`), on the CPU. A CLIP trains on the pairs of the emoji font, or on those of `--pairs`, which
+`shapes.py` draws.
 """
 
 from __future__ import annotations

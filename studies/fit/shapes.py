@@ -3,8 +3,8 @@
     python -m studies.fit.shapes --out runs/shapes
     python -m studies.fit.run --model clip-micro --pairs runs/shapes --out NAME.json
 
-A caption says what is seen: "red circle, blue square on gray". Some pairs are held out, each half of which training
-has in other pairs.
+A caption names the shapes: "red circle, blue square on gray". Some pairs are held out; both of their shapes
+occur in training, beside others.
 """
 
 from __future__ import annotations

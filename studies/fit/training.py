@@ -1,8 +1,8 @@
 """A fitted recipe beside uniform ones: the fit, and one training under any recipe.
 
-The training text has two halves. `fit` sees the first, with seed 0; trainings are on the second, with other seeds,
-and validation is on a part of its own. Of image-text pairs every other one is in each half. One seed gives every
-row the same initial weights, rounded to bf16, and the same batches.
+The training text has two halves. `fit` measures on the first, with seed 0. Trainings are on the second, with other
+seeds, and validation is on a part that neither has. Image-text pairs are in the two halves by turns. One seed gives
+every row the same initial weights, rounded to bf16, and the same batches.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _clip(name: str, setting: Setting, seed: int, half: int) -> Work:
 def _held_out(
     loss: Callable[[nn.Module, Examples], Tensor], model: nn.Module, examples: Examples, each: int, device: str
 ) -> float:
-    """Mean loss of held-out examples, in parts of equal size, as a contrast among pairs asks for."""
+    """Mean loss of held-out examples, in parts of equal size, because a contrast depends on the size of a part."""
     count = len(next(iter(examples.values())))
     parts = [t.chunk(math.ceil(count / each)) for t in examples.values()]
 
@@ -171,7 +171,7 @@ def fit(task: Task, setting: Setting, wanted: Sequence[str]) -> Result:
     """Measure a model once, and choose for the limits of the wanted rows.
 
     Returns:
-        `groups` of like parameters with their frontiers; `chosen`: by row the number of a way for each group;
+        `groups` of like parameters with their frontiers; `chosen`: by row, the index of each group's way;
         `bytes` and `noise` (of fitted rows) by row; `forecast`: by row, uniform ones too, the descent that is lost
         and what random errors cost, in nats; `loss`: by row how far the loss may move; `least`: bytes of the
         narrowest choice; `parameters`, `probe_steps`, `replay_steps`, `seconds`.
@@ -180,7 +180,7 @@ def fit(task: Task, setting: Setting, wanted: Sequence[str]) -> Result:
     seen: list[Seen] = []
 
     class Seen(Measured):
-        """The measurement of the one call of `fit`, which serves the other limits too."""
+        """The measurement of the one call of `fit`, which is used for the other limits too."""
 
         def __init__(self, replay: Replay, *arguments: Any) -> None:
             super().__init__(replay, *arguments)
@@ -246,7 +246,7 @@ def _forecasts(
 
 
 def train(task: Task, setting: Setting, recipe: Recipe) -> Result:
-    """Train under a recipe, and say how it went.
+    """Train under a recipe.
 
     Returns:
         `validation_loss` (None if diverged), `training_loss`, the mean of the last tenth of the steps; `diverged`;

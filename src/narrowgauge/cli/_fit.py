@@ -1,6 +1,6 @@
-"""`narrowgauge fit`: measure a model on its data, choose a format for every tensor, and write the bill.
+"""`narrowgauge fit`: measure a model on its data, choose storages and plans, and write the recipe and the bill.
 
-Model, data and loss are those that `narrowgauge train` with the same options would have.
+Model, data and loss are those of `narrowgauge train` with the same options.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def fit(options: FitOptions, words: Sequence[str]) -> int:
 
     Args:
         options: what the user asked for.
-        words: the command line, for the next ones.
+        words: the command line, from which the next commands are made.
 
     Returns:
         The exit status: 0, 2 if the model did not fit into memory, 130 if the check was stopped.
@@ -83,7 +83,7 @@ def fit(options: FitOptions, words: Sequence[str]) -> int:
 
 
 def _chosen(work: _Work, display: Display, asked: Sequence[int]) -> FittedRecipe:
-    """The recipe that is fitted to the model; a UsageError for a limit that nothing meets."""
+    """The recipe that is fitted to the model; a UsageError for what `recipes.fit` refuses."""
     options = work.options
 
     def progress(text: str, share: float) -> None:
@@ -123,7 +123,7 @@ class _Work:
             self.tokens = min(options.sequence, sizes.context)
         given = {name: value for name, value in options.hyperparameters.items() if name != "seed"}
         self.hyperparameters: dict[str, Any] = {"lr": options.lr, "decay_all": options.decay_all, **given}
-        # Where the draw of each seed begins.
+        # By seed, the state of the task at its first batch.
         self._begins = {options.seed: self.task.state_dict()}
 
     def model(self, seed: int) -> nn.Module:
@@ -134,18 +134,18 @@ class _Work:
         return made
 
     def batches(self, seed: int) -> Iterator[Examples]:
-        """The batches of a seed from its first on; those of a new seed go on where the last draw has ended."""
+        """The batches of a seed, from its first. A new seed begins after the last batch that was drawn."""
         self.task.load_state_dict(self._begins.setdefault(seed, self.task.state_dict()))
         while True:
             yield to_device(self.task.draw(), self._device)
 
     def micro_batches(self) -> Iterator[Examples]:
-        """The parts of the batches, one after the other."""
+        """The micro-batches of the batches, one after the other."""
         for examples in self.batches(self.options.seed):
             yield from divided(examples, self.options.accumulate)
 
     def loss(self, model: nn.Module, examples: Examples) -> Tensor:
-        """The mean over all parts of a batch, whose activations are in memory one part at a time."""
+        """The mean over the micro-batches of a batch; only one of them has its activations in memory at a time."""
         parts = divided(examples, max(1, self.options.accumulate * count(examples) // self.options.batch))
         if len(parts) == 1:
             return self.task.loss(model, examples)
@@ -159,10 +159,10 @@ class _Work:
 
 
 def _verify(work: _Work, recipe: FittedRecipe, command: str) -> Comparison | None:
-    """Train with the choice and with D, from the same weights on the same batches, and write what `compare` writes.
+    """Train with the choice and with D, from the same weights on the same batches; write the files of `compare`.
 
     Returns:
-        What was found; None if it was stopped, with the runs that were complete in the files.
+        The comparison; None if it was stopped. The files then have the runs that were complete.
     """
     options, out = work.options, work.options.out / CHECK
     folder_to_write("--out", out)
@@ -200,13 +200,11 @@ def _verify(work: _Work, recipe: FittedRecipe, command: str) -> Comparison | Non
 
 
 def difference(results: dict[str, Any], steps: int) -> str:
-    """What the check found, in a sentence."""
+    """The result of the check, in a sentence."""
     (row,) = (row for name, row in results["recipes"].items() if name != MIXED)
     between = row["difference"]
     if between is None:
-        return (
-            f"Checked: within {steps:,} steps the choice or {MIXED} diverged, and there are no losses to compare."
-        )
+        return f"Checked: within {steps:,} steps the choice or {MIXED} diverged, so there are no losses to compare."
     what = f"Checked: after {steps:,} steps the validation loss of the choice minus that of {MIXED} is"
     if between["spread"] is None:
         return f"{what} {between['mean']:+.5f}. With one seed no spread is known."
@@ -217,7 +215,7 @@ def difference(results: dict[str, Any], steps: int) -> str:
 
 
 def next_commands(options: FitOptions, words: Sequence[str]) -> list[str]:
-    """The command lines that use the recipe, with the flags that were given."""
+    """Command lines that use the recipe, with the flags that were given."""
     path = str(options.out / RECIPE)
     flags: list[list[str]] = []
     for word in words[1:]:

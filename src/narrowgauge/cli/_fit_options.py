@@ -1,7 +1,7 @@
 # ruff: noqa: RUF009  # a field's default, its help and what it must be are one call
-"""The options of `narrowgauge fit`: the training that is planned, as `train` has it, and what may be spent on it.
+"""The options of `narrowgauge fit`: its own, and those of `train` that describe the planned training.
 
-What is left out of train's options is what neither the choice nor the check of it depends on.
+Options of `train` that affect neither the choice nor its check are left out.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ def _count(default: int, help: str) -> Any:
 
 @dataclass(frozen=True)
 class FitOptions(TrainSettings):
-    """The training that is planned, and what may be spent on it; fields as in `TrainSettings`."""
+    """The planned training, whose fields are those of `TrainSettings`, and the options of `fit` itself."""
 
     out: Path = _own(Path("runs/fit"), "Folder for recipe.toml and bill.html.")
     linear: str = _own(
-        "none", "Formats to consider for linear layers: none, int8, e4m3, or auto (those of the device).",
+        "none", "Formats to try in linear layers: none, int8, e4m3, or auto (both, where faster than nn.Linear).",
         "one of none, auto, int8, e4m3", lambda value: value in ("none", "auto", "int8", "e4m3"),
     )  # fmt: skip
     memory: str | None = _own(None, "Limit: memory of the GPU, such as 24GB.")
-    bytes: float | None = _above_zero(None, "Limit: bytes a parameter.")
+    bytes: float | None = _above_zero(None, "Limit: bytes a parameter for weight, gradient and states.")
     tolerance: float | None = _above_zero(
         None, f"Limit: how far rounding may move the loss at the end, in nats; {TOLERANCE:g} if no limit is given."
     )
-    seconds: float = _above_zero(90.0, "How long the measurement may take, about.")
-    verify: bool = _own(False, "Then train with the choice and with D, side by side.")
-    verify_steps: int = _count(300, "Steps of each of these runs.")
-    verify_seeds: int = _count(3, "Runs of each, with other seeds.")
+    seconds: float = _above_zero(90.0, "About how long the measurement may take.")
+    verify: bool = _own(False, "Then train with the choice and with D, and compare their losses.")
+    verify_steps: int = _count(300, "Steps of each run of --verify.")
+    verify_seeds: int = _count(3, "Seeds of --verify, each with one run of the choice and one of D.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,17 +78,17 @@ class FitOptions(TrainSettings):
             parse_bytes("--memory", self.memory)
         if self.accumulate > 1 and preset(self.model).objective == "contrastive":
             raise SettingsError(
-                f"--accumulate must be 1 with --model {self.model}, got {self.accumulate}: an image is contrasted "
-                "with all captions of a step, which fit computes in one piece"
+                f"--accumulate must be 1 with --model {self.model}, got {self.accumulate}: its loss contrasts each "
+                "image with all captions of a step, so fit cannot divide a step"
             )
 
     @property
     def plan(self) -> None:
-        """None: plans are chosen."""
+        """None, because `fit` chooses the plans."""
 
     @property
     def limit(self) -> dict[str, Any]:
-        """The limit, as `recipes.fit` takes it; it has a default."""
+        """The limit, as an argument of `recipes.fit`; a tolerance of None means its default."""
         if self.memory is not None:
             return {"memory": self.memory}
         if self.bytes is not None:
@@ -103,7 +103,7 @@ def fit_hints() -> dict[str, Any]:
 
 
 def read_run(context: typer.Context, path: Path | None) -> Path | None:
-    """Take the values of a training's file, but for the names that mean something else here."""
+    """Read the values of a training's file, without the names that mean something else here."""
     read_config(context, path)
     for name in _OWN:
         (context.default_map or {}).pop(name, None)

@@ -1,11 +1,11 @@
 """What changed since the previous step: the options of a group, and where tensors are in memory.
 
-A GPU steps three hundred parameters in a millisecond; Python needs as long to plan that step. So a step first
-checks whether anything changed, column by column, in loops that run in C: about twenty reads per parameter.
+A GPU steps three hundred parameters in a millisecond, and Python needs as long to plan that step. So a step first
+checks whether anything changed since the last plan, in loops that run in C: about twenty reads per parameter.
 
-Found: other parameters, gradients or groups, tensors at other addresses (replaced, moved, `.data` swapped), other
-dtypes and layouts of parameters and gradients, other sizes of parameters, and every option. Not found: a state's
-tensor of another dtype or size that was put at the very same address.
+These changes are found: other parameters, gradients or groups; tensors at other addresses (replaced, moved, `.data`
+swapped); other dtypes and layouts of parameters and gradients; other sizes of parameters; other options of a group.
+A state's tensor of another dtype or size at the very same address is not found.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-# Options of a group that have the storages of single parameters, by name: those that the optimizer was made with,
-# and those that it was given since. Another value is another dictionary: a change inside one is not found.
+# Options of a group with the storages of single parameters, by the name of a parameter: under KEPT those that the
+# optimizer was made with, under STORAGES those that `convert` chose later. A change is found if the dictionary is
+# replaced by another, and not if it is changed in place.
 KEPT, STORAGES = "kept", "storages"
-LISTS = ("params", "param_names", KEPT, STORAGES)  # of a group: no options that a rule reads
+LISTS = ("params", "param_names", KEPT, STORAGES)  # entries of a group that rules do not read
 _CONSTANTS = (float, int, bool, str, NoneType)
 _DTYPE = attrgetter("dtype")
 
@@ -36,7 +37,7 @@ def identical(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 class GroupSnapshot:
-    """A group's options at one time. A value that can change in place (tensor, list) counts as changed."""
+    """A group's options at one time. An option that can change in place (tensor, list) always counts as changed."""
 
     def __init__(self, group: Mapping[str, Any]) -> None:
         self._names, self._values = list(group), list(group.values())
@@ -56,7 +57,7 @@ class GroupSnapshot:
 
 
 class OfGroup(Generic[T]):
-    """Something that is worked out of a group, again where one of its options may have changed."""
+    """A value that is computed from a group, and computed again if an option may have changed."""
 
     def __init__(self, group: Mapping[str, Any], work_out: Callable[[Mapping[str, Any]], T]) -> None:
         self.group, self._work_out = group, work_out

@@ -30,7 +30,7 @@ from narrowgauge.storage import (
 # A parameter's dtype and the states that it is marked with.
 Kind = tuple[torch.dtype, str | None]
 State = dict[str, Tensor]
-REASON = "reason"  # of what a group has under KEPT: why a parameter is kept so, for `describe()`
+REASON = "reason"  # a key beside a parameter's storages under KEPT: why it has these, for `describe()`
 PLAIN = (Tensor, torch.nn.Parameter)  # classes whose memory kernels may use
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -252,7 +252,7 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
     try:
         weight = weight_storage(automatic_weights(dtype, strict) if asked == "auto" else asked)
         storages, active = slot_storages(rule, group, own), rule.slots(group)
-    except ValueError as error:  # of its own; the group's have been checked
+    except ValueError as error:  # a storage of its own is wrong; the group's have been checked
         raise ValueError(f"{error} ({name})") from None
     if dtype not in weight.dtypes:
         taken = " or ".join(str(dtype).removeprefix("torch.") for dtype in weight.dtypes)
@@ -305,10 +305,10 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
 
 
 def own_storages(group: Mapping[str, Any], name: str, dtype: torch.dtype | None = None) -> dict[str, str]:
-    """What a parameter has of its own, beside its group: ``weights``, storages by slot, and the ``reason``.
+    """The storages that a parameter has in place of its group's: ``weights``, storages by slot, and the ``reason``.
 
-    Of what `NarrowOptimizer.convert` chose, which a checkpoint may bring, it leaves out weights that a `dtype` does
-    not have.
+    A checkpoint may contain weights that `NarrowOptimizer.convert` chose for another dtype. If `dtype` is given,
+    weights that it does not have are left out.
     """
     changed = dict(group.get(STORAGES, {}).get(name, {}))
     if dtype is not None and "weights" in changed and dtype not in weight_storage(changed["weights"]).dtypes:
@@ -335,7 +335,7 @@ def unique_names(groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def check_own_storages(group: Mapping[str, Any], number: int, names: Iterable[str]) -> None:
-    """Refuse storages of single parameters that are not by the names of a group's parameters."""
+    """Refuse storages of single parameters whose keys are not names of the group's parameters."""
     for key in (KEPT, STORAGES):
         given = group.get(key, {})
         if not isinstance(given, Mapping) or not all(isinstance(own, Mapping) for own in given.values()):

@@ -1,31 +1,32 @@
-"""Precision that is watched while a model trains: a storage that loses too much becomes the next wider one.
+"""Precision that adapts while a model trains: a storage that loses too much becomes the next wider one.
 
-A recipe is chosen before the training. The learning rate falls later, gradients change, and what was enough at the
-first step may not be at the last. `Adapt` measures at every tenth step what rounding makes of it, and acts in the
-running optimizer:
+A recipe is chosen before the training. Later the learning rate falls and gradients change, so a storage that is
+wide enough at the first step may be too narrow at the last. `Adapt` measures at every tenth step what rounding
+changes, and converts storages in the running optimizer:
 
     adapt = ng.recipes.Adapt(model, optimizer)      # one line; the loop stays as it is
     ...
     {"optimizer": optimizer.state_dict(), "adapt": adapt.state_dict(), ...}     # in a checkpoint
 
-Three things are measured, all by one number, the *quality*: the dot product of what was done and what was intended,
-over the squared norm of the latter (Collage, Definition 3.3). It is 1 where nothing is lost, and rounding errors
-that cancel over many elements leave it at 1.
+Three things are measured, each by a *quality* that is 1 if nothing is lost. For weights and moments it is the dot
+product of the stored update and the intended one, over the squared norm of the latter (Collage, Definition 3.3).
+Rounding errors that cancel over many elements leave it at 1.
 
 * **Weights**: the update that is stored. The optimizer's step measures it.
-* **Moments**: the step that stored moments make, beside the step that exact ones would. Moments whose error the
-  weight is given (the first moments of `log4` and `log8`) lose nothing.
-* **Linear layers with a plan**: 1 minus the error of each multiply in eight bits, on the batch of that step, as a
-  share of its result. Layers inside a compiled region, and attentions with a plan, are not measured.
+* **Moments**: the step that stored moments make, beside the step that exact moments would make. First moments in
+  `log4` and `log8` lose nothing, because their error is added to the weight.
+* **Linear layers with a plan**: 1 minus the error of each multiply in eight bits, as a share of its result, on the
+  batch of that step. Layers inside a compiled region, and attentions with a plan, are not measured.
 
-Where the median of three measurements is off by more than the tolerance, the storage becomes the next wider one, or
-the layer computes in high precision. Each does so once, with a line in the log. Weights that are rounded
-stochastically are right in the mean by construction, and their quality on a small tensor is mostly noise: they are
-not judged. Weights that are stored exactly, and float moments, have nothing to lose.
+If the median of three measurements is off from 1 by more than the tolerance, the storage becomes the next wider one
+of `_WIDER_WEIGHTS` or `_WIDER_STATES`, or the layer computes in high precision. Each change is a line in the log. A
+storage that is still off after three more measurements is widened again. All other storages are not judged: among
+them weights that are rounded stochastically, which are right in the mean and whose quality on a small tensor is
+mostly noise; weights that are stored exactly; `kahan` and `expansion` weights of bf16; and moments in floats.
 
-Nothing is measured between those steps, and measuring changes no bit: a run without a crossing is the run without
-`Adapt`. At a step that measures, the host waits for the device once. Processes of the default process group add
-their sums before they decide, so all decide alike.
+Nothing is measured between those steps, and measuring changes no bit: a run in which nothing is widened has the
+same bits as a run without `Adapt`. At a step that measures, the host waits for the device once. Processes of the
+default process group add their sums before they decide, so all decide alike.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _WIDER_WEIGHTS = {
     torch.float16: {"plain": "kahan", "kahan": "master"},
 }
 _WIDER_STATES = {"4bit": "log8", "log4": "log8", "8bit": "log8", "fp8": "log8", "log8": "fp32"}
-_MEASUREMENTS = 3  # whose median decides
+_MEASUREMENTS = 3  # the median of so many decides
 _ROWS = 4096  # rows of a layer's input that are measured, at most
 
 Key = tuple[str, str]  # a parameter or layer, and "weights", a moment's slot, or a multiply
@@ -71,7 +72,7 @@ class Change:
         name: of the parameter, or of the layer.
         what: ``"weights"``, the slot of a moment, or ``"layer"``.
         was, becomes: the storages, or the plans.
-        quality: the median that crossed the tolerance: 1 if nothing was lost.
+        quality: the median that was off by more than the tolerance; 1 would mean that nothing was lost.
         tolerance: how far from 1 it may be.
     """
 
@@ -95,19 +96,19 @@ class Change:
 class Adapt:
     """Widens what loses too much, while a model trains; see the module's text.
 
-    It follows the optimizer's steps by hooks, so it works in any loop, and in trainers of others. Make it after the
-    optimizer, and before a checkpoint is loaded.
+    It uses hooks of the optimizer's step, so it works in any loop, also in those of other libraries. Make it after
+    the optimizer, and before a checkpoint is loaded.
 
     Args:
-        model: the model, also wrapped; its names are those of the log.
-        optimizer: one of narrowgauge's, also in a wrapper that has it as ``optimizer``.
+        model: the model, which may be wrapped; the log has its names.
+        optimizer: one of narrowgauge's, or a wrapper that has it as ``optimizer``.
         tolerance: how far the quality may be from 1: 0.1 is a tenth of each step.
         every: weights are measured at multiples of this step.
         states_every: moments and layers are measured at multiples of this step; by default 10 times `every`.
-        say: receives each change, in place of the log ``narrowgauge.recipes``.
+        say: called with each change, in place of a warning of the logger ``narrowgauge.recipes``.
 
     Attributes:
-        say: the same.
+        say: the function that is called with each change.
         step: number of steps taken.
         changes: in order, those before a resumed run's checkpoint included.
 
@@ -150,7 +151,7 @@ class Adapt:
         self._expect()
 
     def remove(self) -> None:
-        """End it: what was widened stays so."""
+        """Stop measuring. Storages that were widened remain so."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -161,7 +162,7 @@ class Adapt:
         return (self.step + 1) % every == 0
 
     def _expect(self) -> None:
-        # Before the backward pass, which may step parameters; a watch that finds gauges on leaves them on.
+        # Before the backward pass, which may step parameters. Gauges that were on before remain on.
         self._optimizer.gauges = self._setting or self._due(self.every)
 
     # Measurements: sums by key, float64 (2,), whose ratio is a quality.
@@ -234,7 +235,7 @@ class Adapt:
         quality = self._qualities([*storages, *multiplies])
         for (name, what), (was, becomes) in storages.items():
             if (found := self._crossed((name, what), quality)) is not None:
-                with warnings.catch_warnings():  # that what was already lost stays lost
+                with warnings.catch_warnings():  # a conversion warns of bits that were lost before it
                     warnings.filterwarnings("ignore", "param_groups: dropped", UserWarning)
                     self._optimizer.convert(self._parameters[name], **{what: becomes})
                 self._changed(name, what, was, becomes, found)
@@ -281,9 +282,9 @@ class Adapt:
         return {"step": self.step, "changes": [asdict(change) for change in self.changes], "recent": recent}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`: make its changes, without a line, and take over its measurements.
+        """Go on from a `state_dict`: make its changes, without calling `say`, and take its measurements.
 
-        Load the optimizer's state before or after it.
+        Load the optimizer's state before or after this.
 
         Raises:
             ValueError: for a change of a parameter or layer that this model does not have.
@@ -329,7 +330,7 @@ def _multiply_sums(layer: Any, x: Tensor, g: Tensor) -> dict[str, Tensor]:
         x, g: rows of its input and of the gradient of its output.
     """
     weight = layer.weight.t() if isinstance(layer, LowPrecisionConv1D) else layer.weight
-    plan = replace(layer.plan, tensor_absmax="step")  # averages are the training's
+    plan = replace(layer.plan, tensor_absmax="step")  # the averages of the training are not changed
 
     def products(plan: Any) -> list[Tensor]:
         with torch.enable_grad():

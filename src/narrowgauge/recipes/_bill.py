@@ -1,8 +1,8 @@
 """The bill of a fitted recipe: what each choice costs, what its neighbors would cost, and the sum, as text.
 
-Loss is how far rounding may move the loss at the end, in nats; those of several groups add up. Noise is what
-rounding adds to the weights over the run, as a share of what the gradient's noise adds. Of several groups together
-it is the root of the mean of its squares, each number of the model counted once.
+Loss is how far rounding may move the loss at the end, in nats, by estimate. The losses of several groups add up.
+Noise is how far rounding moves the weights, as a share of how far the gradient's noise moves them, in the worst
+quarter of the run. The noise of several groups is their root mean square, weighted by elements.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from narrowgauge.recipes._recipe import Recipe
 
 _WIDTH = 110
 _NAME = 28  # characters of a name in a table
-# What the sum stands beside, by name: weights and states in bf16.
+# Uniform recipes whose bytes are shown below the sum, by name: weights and states in bf16.
 _UNIFORM = {"adamw8bit-split8": ("split8", "log8"), "master": ("master", "fp32")}
 
 
@@ -31,7 +31,7 @@ class Bill:
 
     Attributes:
         recipe: the recipe.
-        choices, layers, facts: its own.
+        choices, layers, facts: those of the recipe.
     """
 
     recipe: Recipe
@@ -41,12 +41,12 @@ class Bill:
 
     @property
     def elements(self) -> int:
-        """How many numbers the parameters have."""
+        """How many elements the parameters have."""
         return sum(choice.elements for choice in self.choices)
 
     @property
     def bytes(self) -> float:
-        """Bytes a parameter, over all."""
+        """Bytes a parameter, the mean over the model."""
         return sum(choice.elements * choice.chosen.bytes for choice in self.choices) / self.elements
 
     @property
@@ -90,8 +90,8 @@ _COMPUTED = ("layers", "plan", "errors of its products", "of the noise")
 _COSTS = ("ms", "the next narrower", "the next wider")
 _NOTE = (
     "bytes: weight, gradient and moments of a parameter. loss: how far the loss at the end may be from that of "
-    "fp32, in nats, by estimate. noise: what rounding adds over the run, as a share of what the gradient's noise "
-    "adds. ms: of an optimizer step. "
+    "fp32, in nats, by estimate. noise: how far rounding moves the weights, as a share of how far the gradient's "
+    "noise moves them. ms: of an optimizer step. "
     "Why each was chosen: optimizer.describe(), or the page."
 )
 
@@ -135,7 +135,7 @@ def _other_plan(how: Computed | None) -> str:
 
 
 def _named(names: Sequence[str], count: int) -> str:
-    """The first name, its beginning cut off if it is long, and how many there are."""
+    """The first name, without its beginning if it is long, and how many there are."""
     first = names[0] if len(names[0]) <= _NAME else f"…{names[0][-_NAME:]}"
     return first if count == 1 else f"{first} ({count})"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from narrowgauge.linear import LinearPlan
 
-# How far rounding may move the loss at the end where nothing else is asked for, in nats.
+# How far rounding may move the loss at the end if no limit is given, in nats.
 TOLERANCE = 0.002
 
 
@@ -19,8 +19,9 @@ class Kept:
         weights: the weight storage.
         states: the storage of each moment, by slot: ``{"m": "log4", "v": "log8"}``.
         bytes: bytes a parameter: weight, gradient, low word and moments.
-        noise: what rounding adds to the weights over the run, as a share of what the gradient's noise adds.
-        loss: how far the loss at the end may be from that of fp32 for it, in nats.
+        noise: how far rounding moves the weights, as a share of how far the gradient's noise moves them, in the
+            worst quarter of the run.
+        loss: how far these storages may move the loss at the end from that of fp32, in nats, by estimate.
         ms: milliseconds of an optimizer step of these parameters; None if it was not timed.
     """
 
@@ -38,12 +39,12 @@ class Choice:
 
     Attributes:
         parameters: names, or patterns with ``*`` for numbers.
-        tensors, elements: how many parameters, and how many numbers they have.
+        tensors, elements: how many parameters, and how many elements they have.
         chosen: how they are kept.
         narrower, wider: the next choice of fewer, and of more bytes; None if there is none.
         reason: why, in a line.
-        lost: the share of updates that plain bf16 weights would lose, at the highest learning rate and at the
-            schedule's end; None if that was not measured.
+        lost: the share of updates that `plain` weights in the recipe's dtype would lose, at the highest learning
+            rate and at the schedule's end; None if that was not measured.
     """
 
     parameters: tuple[str, ...]
@@ -62,8 +63,9 @@ class Computed:
 
     Attributes:
         plan: the plan.
-        noise: of each multiply in eight bits, its error as a share of its result.
-        share: the largest of `noise`, over the share that the noise of the weights' gradient has in that gradient.
+        noise: by multiply in eight bits, its error as a share of its result (ρ).
+        share: the largest of `noise` over n, the noise of the gradient of the layer's weight as a multiple of that
+            gradient.
         ms: milliseconds of the forward and the backward pass of these layers; None if they were not timed.
     """
 

@@ -1,4 +1,6 @@
-"""The file of a fitted recipe: TOML that a person can read and edit, checked to the letter when it is read.
+"""The file of a fitted recipe: TOML that a person can read and edit. Reading checks every key and type.
+
+Some of the keys, as an example (`_RECIPE` lists all):
 
     name = "fitted"
     dtype = "bfloat16"
@@ -12,8 +14,8 @@
     layers = ["blocks.*.linear"]
     chosen = { plan = "SWITCHBACK:e4m3", noise = { output = 0.02 }, share = 0.4 }
 
-A plan that `named_plan` has a name for is written as that. Of another one its name is written, and the parts that
-differ from the defaults of `LinearPlan`. Keys whose value is None are left out.
+A plan that `named_plan` knows is written as its name. Any other plan is a table of its name and of what differs
+from the defaults of `LinearPlan`. Keys whose value is None are left out.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from narrowgauge.recipes._recipe import Recipe
 _HEAD = "# A fitted recipe of narrowgauge; every command takes this file where it takes a recipe's name.\n"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
-# What a table has: by key, a type, [the type of items], or a table. Optional keys end in "?"; "*" is any key.
+# What a table has: by key, a type, a list of one type, or a table. Optional keys end in "?"; "*" is any key.
 _KEPT = {"weights": str, "states": {"*": str}, "bytes": float, "noise": float, "loss": float, "ms?": float}
 _CHOICE = {
     "parameters": [str], "tensors": int, "elements": int, "reason": str, "lost?": [float], "chosen": _KEPT,
@@ -64,7 +66,7 @@ _WORDS = {str: "text", int: "an integer", float: "a number"}
 def text_of(
     recipe: Recipe, choices: Iterable[Choice], layers: Iterable[LayerChoice], facts: Mapping[str, Any]
 ) -> str:
-    """A fitted recipe as TOML; a ValueError for what `read` could not read again."""
+    """A fitted recipe as TOML; a ValueError for values that `read` could not read."""
     kind = recipe.optimizer
     if getattr(optim, kind.__name__, None) is not kind:
         raise ValueError(f"optimizer must be one of narrowgauge.optim to be in a file, got {kind.__name__}")
@@ -88,7 +90,7 @@ def _plain(value: Any) -> Any:
 
 
 def _plan_text(plan: LinearPlan) -> str | dict[str, Any]:
-    """A plan by its name and formats, or what differs from the defaults."""
+    """A plan as its name and formats, or as a table of what differs from the defaults."""
     formats = list(FORMATS)
     endings = ["", *(f":{one}" for one in formats), *(f":{one}/{two}" for one, two in product(formats, formats))]
     for ending in endings:
@@ -139,7 +141,7 @@ def _value(key: str, value: Any) -> str:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The arguments of a fitted recipe in a file; a ValueError names the file, and the key that is not right."""
+    """The arguments of the fitted recipe in a file; a ValueError names the file and the key that is wrong."""
     try:
         found = tomllib.loads(path.read_bytes().decode())
         values: dict[str, Any] = _checked("", found, _RECIPE)
@@ -158,7 +160,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _checked(where: str, value: Any, kind: Any) -> Any:
-    """A value of a kind, integers for numbers made numbers; a ValueError that names the key for any other."""
+    """The value, checked; an integer becomes a float where a number is asked for. A ValueError names the key."""
     if isinstance(kind, dict):
         if not isinstance(value, dict):
             raise ValueError(f"{where} must be a table, got {value!r:.80}")
@@ -218,5 +220,5 @@ def _optimizers() -> dict[str, type[optim.NarrowOptimizer]]:
 
 
 def _tupled(value: Any) -> Any:
-    """A setting as optimizers take it: betas are a tuple."""
+    """A setting as optimizers take it: lists, such as betas, become tuples."""
     return tuple(map(_tupled, value)) if isinstance(value, list) else value

@@ -1,8 +1,8 @@
-"""Fitted recipes: each group of like parameters is kept, and each linear layer computed, in a way of its own.
+"""Fitted recipes: each group of like parameters has storages of its own, and each linear layer a plan of its own.
 
 `narrowgauge.recipes.fit` measures a model and makes one. Its choices are values that a person can read: what was
-chosen, what the next narrower and the next wider choice would have cost, and why. They are stored in a TOML file,
-from which `load` makes the same recipe again.
+chosen and why, and what the next narrower and the next wider choice would have cost. `FittedRecipe.save` writes
+them to a TOML file, from which `load` makes the same recipe again.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ __all__ = ["Choice", "Computed", "FittedRecipe", "Kept", "LayerChoice", "load"]
 class FittedRecipe(Recipe):
     """A recipe with choices for groups of parameters and layers.
 
-    `weights` and `states` are those of the choice with the most numbers: parameters that are added to the optimizer
-    later have them.
+    `weights` and `states` are those of the choice with the most elements. Parameters that are added to the
+    optimizer later have these.
 
     Attributes:
-        choices: of parameters; each parameter of the model is in one. Of several that name it, the first counts.
+        choices: of parameters; each parameter of the model is in one. If several name it, the first counts.
         layers: of linear layers; those that no choice names compute in the recipe's dtype.
         facts: what it was fitted for, as plain values: ``parameters``, ``lr``, ``steps``, ``schedule``,
             ``final_lr``, ``limit`` (such as ``"6.5 bytes a parameter"``), ``noise``, ``bytes``, ``tolerance``, ...
@@ -64,7 +64,7 @@ class FittedRecipe(Recipe):
         super().__post_init__()
 
     def _check(self, where: str, kept: Kept | None) -> None:
-        """Refuse a way to keep parameters that the recipe's dtype or optimizer does not have."""
+        """Refuse storages that the recipe's dtype or optimizer does not have."""
         if kept is None:
             return
         try:
@@ -92,8 +92,8 @@ class FittedRecipe(Recipe):
             raise ValueError(f"{error}; {self._fitted_for()}") from None
 
     def _grouped(self, model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The same groups, since a step takes longer for more of them; each parameter has its choice's storages."""
-        chosen: dict[int, dict[str, str]] = {}  # by parameter, what it has of its own
+        """The same groups, because a step with more groups is slower; each parameter has its choice's storages."""
+        chosen: dict[int, dict[str, str]] = {}  # by the id of a parameter, its own storages
         try:
             for choice in self.choices:
                 own = self._own(choice)
@@ -109,20 +109,20 @@ class FittedRecipe(Recipe):
         return [{**group, KEPT: {name: chosen[id(p)] for name, p in group["params"]}} for group in groups]
 
     def _own(self, choice: Choice) -> dict[str, str]:
-        """What a choice's parameters have beside what the recipe gives all."""
+        """The storages of a choice's parameters where they differ from the recipe's, and the reason."""
         kept = choice.chosen
         if (kept.weights, _states(kept)) == (self.weights, self.states):
             return {REASON: choice.reason}
         return {"weights": kept.weights, **kept.states, REASON: choice.reason}
 
     def _fitted_for(self) -> str:
-        """What the recipe was fitted for, to end a refusal with."""
+        """What the recipe was fitted for, as the end of an error message."""
         model, count = self.facts.get("model", "a model"), self.facts.get("parameters")
         of = model if count is None else f"{model} of {count} parameters"
         return f"recipe {self.name!r} was fitted for {of}"
 
     def bill(self) -> Bill:
-        """What each choice costs beside its neighbors, and all of them beside uniform recipes; prints as tables."""
+        """What each choice and its neighbors cost, and bytes in all beside uniform recipes; prints as tables."""
         return Bill(self, self.choices, self.layers, self.facts)
 
     def text(self) -> str:
@@ -130,10 +130,10 @@ class FittedRecipe(Recipe):
         return text_of(self, self.choices, self.layers, self.facts)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the recipe to a file, whole, in the place of one that is there.
+        """Write the recipe to a file; one that exists is replaced in one step.
 
         Args:
-            path: of the file, which ends in ".toml": by that commands know a file from a name. Its folder is made.
+            path: of the file. It ends in ".toml", by which commands tell a file from a name. Its folder is made.
 
         Returns:
             The path.
@@ -167,7 +167,7 @@ def load(path: str | os.PathLike[str]) -> FittedRecipe:
 
 
 def _states(kept: Kept) -> str | dict[str, str]:
-    """The storages of moments, as one name where all have it, which a step compares in less time."""
+    """The storages of moments; one name if all have the same, because a step compares that in less time."""
     names = set(kept.states.values())
     # As one name "expansion" means another storage for some moments.
     return names.pop() if len(names) == 1 and "expansion" not in names else dict(kept.states)

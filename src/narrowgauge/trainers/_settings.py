@@ -153,9 +153,9 @@ class TrainSettings:
     validation_windows: int = _count(64, "Windows of held-out text, or images, to validate on.", 1)
     log_every: int = _count(10, "Steps between logs of the loss, which wait for the device.", 1)
     gauges_every: int = _count(10, "Steps between measurements of the gauges; 0 for none.", 0)
-    adapt: bool = _option(False, "Widen what loses too much, where the gauges measure it, while training.")
+    adapt: bool = _option(False, "Widen storages that lose too much, by the gauges, while training.")
     adapt_tolerance: float = _option(
-        0.1, "Share of an update, or of a product, that --adapt lets rounding take.",
+        0.1, "How much of an update or a product rounding may change before --adapt acts.",
         "a number above 0", lambda value: 0 < value < math.inf,
     )  # fmt: skip
     save_every: int = _count(500, "Steps between checkpoints; 0 for one at the end.", 0)

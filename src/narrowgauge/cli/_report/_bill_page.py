@@ -1,7 +1,7 @@
 """bill.html: what `narrowgauge fit` chose, what it costs, and what the neighbors would have cost, as one page.
 
-The page is for a reader who knows none of the words: it opens with the result in one sentence, and says at its end
-what bytes, loss, noise and the names of formats mean. All numbers are the recipe's own.
+The page is for a reader who does not know the words. It begins with the result in one sentence. Below the figure it
+explains bytes, loss, noise and the names of formats. All numbers are those of the recipe.
 """
 
 from __future__ import annotations

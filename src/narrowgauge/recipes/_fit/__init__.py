@@ -1,10 +1,10 @@
 """Fit a recipe to a model: measure what narrow numbers cost, and choose.
 
-1. `_probe` trains a copy of the model for some steps and records gradients.
-2. `_replay` plays them to every storage over the length of the planned run.
-3. `_choose` takes, for every group of like parameters, the bytes that are worth their loss.
-4. `_layers` measures the multiplies of linear layers in eight bits, and chooses their plans.
-5. What was chosen is played once more, all together, and timed.
+1. `_probe` trains a copy of the model for some steps, and records gradients and the operands of linear layers. 2.
+`_layers` measures the multiplies of linear layers in eight bits, and chooses their plans. 3. `_replay` steps
+optimizers with every storage on the recorded gradients, at the learning rates of the planned run. 4. `_choose`
+chooses, for every group of like parameters, storages whose bytes are worth the loss that they save. 5. The chosen
+storages of all parameters are replayed once more, together, and their steps are timed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ._storages import WEIGHTS, Measured
 _FORMATS = {"none": (), "int8": ("int8",), "e4m3": ("e4m3",), "auto": ("int8", "e4m3")}
 # What rounding in a multiply may add to the gradient of its layer, as a share of the noise of that gradient.
 _OF_LAYERS = 0.2
-# Of the model, not of a replay: each sample has its own decay, and its gradients are clipped already.
+# Options that replays do not take: each sample has its own decay, and its gradients are clipped already.
 _OF_THE_MODEL = ("decay_all", "no_decay", "keep_fp32", "weight_decay", "max_grad_norm", "min_quantized_size")
 
 
@@ -67,20 +67,21 @@ def fit(
 ) -> FittedRecipe:
     """Choose how each parameter's weight and moments are kept, and the plan of each linear layer.
 
-    A copy of the model is trained for some steps. What each storage would lose over the planned run is measured
-    with the gradients of these steps: what rounding adds to their noise, and what that costs in loss. See
+    A copy of the model is trained for some steps. With the gradients of these steps optimizers with every storage
+    are stepped over the planned run, which gives an estimate of how far rounding moves the loss. See
     docs/guides/fit.md.
 
     Args:
-        model: on the device of its training; it is left alone.
+        model: on the device of its training; it is not changed.
         batches: ``batches()`` gives the batches of an epoch, as `narrowgauge.compare` takes them.
         loss: ``loss(model, batch)`` gives a tensor of one element. The model is in `dtype`.
         lr: the learning rate of the planned run, at its highest.
         steps: of the planned run.
-        memory: of the GPU that will train, such as ``"24GB"``: the plan of `plan_memory` must fit.
-        bytes_per_parameter: what weight, gradient and states together may take.
-        tolerance: how far rounding may move the loss at the end of the run, in nats. 0.002 if none of these three
-            is given.
+        memory: of the GPU that will train, such as ``"24GB"``: the peak that `plan_memory` gives must fit.
+        bytes_per_parameter: how many bytes weight, gradient and states may take together.
+        tolerance: how far rounding may move the loss at the end of the run, in nats. 0.002 if none of `memory`,
+            `bytes_per_parameter` and `tolerance` is given. If no choice keeps within it, the one that is estimated
+            to move the loss least is taken.
         schedule, warmup, final_lr: of the planned run: ``"constant"``, ``"linear"`` or ``"cosine"``, the steps of
             the rise, and the last rate as a share of `lr`.
         optimizer: a class of `narrowgauge.optim` whose rule is elementwise.
@@ -88,12 +89,12 @@ def fit(
         linear: formats that linear layers may multiply in: ``"none"``, ``"int8"``, ``"e4m3"``, or ``"auto"``: both,
             where a layer is measured to be faster than `nn.Linear` on the model's device.
         accumulate: batches a step; above 1 a batch is a micro-batch.
-        batch, sequence: of the planned run, for `memory`; examples of the first batch, and as many tokens as the
-            model has positions for, if None.
+        batch, sequence: of the planned run, for `memory`. If None, the number of examples in the first batch, and
+            as many tokens as the model has positions for.
         plan: other arguments of `plan_memory`, for `memory`: ``loss``, ``checkpointing``, ``gpus``, ...
-        seconds: how long probe and replays may take, more or less.
+        seconds: about how long probe and replays may take.
         seed: of the replays, and of the optimizer.
-        progress: called with what is done, and the share of it that is.
+        progress: called with the name of the current stage, and the share of that stage that is done.
         **options: for the optimizer (``betas``, ``weight_decay``, ``max_grad_norm``, ...), and ``decay_all`` and
             ``no_decay`` as `Recipe.apply` takes them.
 
@@ -101,8 +102,9 @@ def fit(
         A recipe: ``.apply(model)``, ``.bill()``, ``.save("recipe.toml")``.
 
     Raises:
-        ValueError: for a limit that nothing fits, with the least that would; for a loss that is not finite; for
-            batches that show no noise; and for arguments that the optimizer does not have.
+        ValueError: for bytes or memory that nothing fits, with the least that would do; for a loss that is not
+            finite; for batches that are all the same; for an optimizer whose rule is not elementwise.
+        TypeError: for arguments that the optimizer does not have.
     """
     limits = {"memory": memory, "bytes_per_parameter": bytes_per_parameter, "tolerance": tolerance}
     given = [name for name, value in limits.items() if value is not None]
@@ -177,9 +179,9 @@ def _for_bytes(measured: Measured, each: float) -> Chosen:
 def _for_memory(
     measured: Measured, model: nn.Module, memory: int | str, plan: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> Chosen:
-    """The choice that costs the least loss of those whose training fits into a memory by `plan_memory`.
+    """Of the choices whose training fits into the memory by `plan_memory`, the one that costs the least loss.
 
-    The peak of a choice says how many more bytes a parameter, or how many fewer, there are for the next try.
+    The peak of a choice shows how many more or fewer bytes a parameter the next try may take.
     """
     from narrowgauge.recipes._plan import parse_bytes, plan_memory
 

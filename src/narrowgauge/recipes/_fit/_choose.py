@@ -1,12 +1,14 @@
-"""The choice of storages: for each group of like parameters the bytes that are worth their loss.
+"""The choice of storages: for each group of like parameters, bytes that are worth the loss that they save.
 
-What a weight storage and what moments cost is measured one by one. Their errors are independent, so what they cost
-adds up. Of all pairs only those on the frontier are left: no other is narrower and costs less.
+The costs of weight storages and of the moments' storages are measured separately. Their errors are independent, so
+the costs of a pair are added. Only the pairs on the frontier are left: each costs at least a tenth less loss than
+every narrower one.
 
-The choice is made with one price λ of a byte for all groups: each takes the pair with the least loss + λ·bytes. For
-a tolerance the price rises until no more loss may be added, for a number of bytes it falls until they are spent.
-What is left then buys the best single exchanges. Below `FREE` a loss counts as none, as nobody could tell it from
-none; each group has a share of that by its elements.
+One price λ, in nats a byte, holds for all groups: each takes the pair with the least loss + λ·bytes. A tolerance is
+met with the highest λ at which the loss keeps within it, a number of bytes with the lowest λ at which the bytes do.
+What the limit still leaves is used by changing single groups, the best exchange of loss for bytes first. `FREE` is
+too little loss to be measured in a training, so a smaller loss counts as `FREE`; a group's part of it is its share
+of the elements.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ Chosen = dict[str, int]  # by the name of a group, the place on its frontier
 
 
 class TooFewBytesError(Exception):
-    """The narrowest choice takes more bytes a parameter than there are: `least`."""
+    """The narrowest choice takes more bytes a parameter than the limit; `least` is how many it takes."""
 
     def __init__(self, least: float) -> None:
         super().__init__(f"{least:.4f} bytes a parameter")
@@ -38,7 +40,7 @@ class TooFewBytesError(Exception):
 class Candidates:
     """Parameters that are kept alike, and their frontier: ways to keep them, from the fewest bytes to the most.
 
-    `free` is the loss that counts as none.
+    A loss below `free` counts as `free`.
     """
 
     names: tuple[str, ...]
@@ -48,20 +50,23 @@ class Candidates:
 
     @property
     def name(self) -> str:
-        """The first one's."""
+        """The name of the first parameter."""
         return self.names[0]
 
     def loss(self, place: int) -> float:
-        """What a way costs."""
+        """The loss that a way costs, in nats, within `free` and a million."""
         return max(self.free, min(self.frontier[place].loss, _NEVER))
 
     def bytes(self, place: int) -> float:
-        """What a way takes, in all."""
+        """The bytes that all parameters of the group take in a way."""
         return self.elements * self.frontier[place].bytes
 
 
 def frontier(options: Sequence[Kept], free: float = 0.0) -> tuple[Kept, ...]:
-    """Those of the options that cost less than all narrower ones, by a tenth at least, the narrowest first."""
+    """The options that cost at least a tenth less than every narrower one, the narrowest first.
+
+    Options that are wider than one whose loss is at most `free` are left out.
+    """
     found: list[Kept] = []
     for option in sorted(options, key=lambda kept: (kept.bytes, kept.loss)):
         if not found or (option.loss < _LESS * found[-1].loss and found[-1].loss > free):
@@ -70,13 +75,13 @@ def frontier(options: Sequence[Kept], free: float = 0.0) -> tuple[Kept, ...]:
 
 
 def alike(noise: Mapping[str, Sequence[float]], like: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Groups of like parameters, without those that differ from the others.
+    """Groups of like parameters; a parameter that differs from the others is a group of its own.
 
-    A parameter is in a group of its own if the noise of one way to keep it is more than `_FAR` times, or less than
-    one `_FAR`-th, the median of the like ones; noise below a hundredth counts as that.
+    It differs if the noise of one way to keep it is more than `_FAR` times the median of the like parameters, or
+    less than one `_FAR`-th of it. Noise below a hundredth counts as a hundredth.
 
     Args:
-        noise: by name that of each way to keep it, in one order.
+        noise: by the name of a parameter, the noise of each way to keep it, in one order of ways.
         like: names of parameters that are alike by name.
     """
     found = []
@@ -91,7 +96,7 @@ def alike(noise: Mapping[str, Sequence[float]], like: Sequence[Sequence[str]]) -
 
 
 def within(groups: Sequence[Candidates], tolerance: float) -> Chosen:
-    """The narrowest choice that costs at most so much loss; the one that costs least if none does."""
+    """The narrowest choice whose loss is within the tolerance; if there is none, the one with the least loss."""
 
     def fits(chosen: Chosen) -> bool:
         return loss_of(groups, chosen) <= tolerance
@@ -130,12 +135,12 @@ def bytes_of(groups: Sequence[Candidates], chosen: Chosen) -> float:
 
 
 def loss_of(groups: Sequence[Candidates], chosen: Chosen) -> float:
-    """Loss that a choice adds, in nats, without what counts as none."""
+    """The loss that a choice adds, in nats, beyond each group's `free`."""
     return sum(one.loss(chosen[one.name]) - one.free for one in groups)
 
 
 def _at(groups: Sequence[Candidates], price: float) -> Chosen:
-    """What each group takes at a price of a byte."""
+    """The way that each group takes at a price, in nats a byte."""
     return {
         one.name: min(range(len(one.frontier)), key=lambda i: (one.loss(i) + price * one.bytes(i), one.bytes(i)))
         for one in groups
@@ -143,7 +148,7 @@ def _at(groups: Sequence[Candidates], price: float) -> Chosen:
 
 
 def _price(groups: Sequence[Candidates], too_high: Callable[[float], bool]) -> tuple[float, float]:
-    """The highest price that is not too high, and the lowest that is, within a hair."""
+    """The highest price that is not too high, and the lowest that is, by bisection."""
     low, high = 0.0, _NEVER
     if not too_high(high):
         return high, high
@@ -156,7 +161,11 @@ def _price(groups: Sequence[Candidates], too_high: Callable[[float], bool]) -> t
 def _exchanged(
     groups: Sequence[Candidates], chosen: Chosen, fits: Callable[[Chosen], bool], *, narrower: bool
 ) -> Chosen:
-    """Take the best exchanges of single groups that fit: bytes for loss, or loss for bytes."""
+    """Change single groups while that fits, the best exchange of loss for bytes first.
+
+    Args:
+        narrower: whether groups become narrower, for a tolerance; otherwise they become wider, for bytes.
+    """
     while True:
         best: tuple[float, Chosen] | None = None
         for one in groups:
@@ -173,6 +182,6 @@ def _exchanged(
 
 
 def total_noise(parts: Sequence[tuple[int, float]]) -> float:
-    """The share of noise of all parameters together, of their (elements, share)."""
+    """The noise of all parameters together: the root mean square over the elements of (elements, noise) pairs."""
     elements = sum(count for count, _ in parts)
     return math.sqrt(sum(count * share**2 for count, share in parts) / max(1, elements))

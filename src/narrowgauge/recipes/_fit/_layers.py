@@ -1,23 +1,22 @@
 """The choice of a plan for each linear layer, by the errors of its multiplies and the noise of its gradient.
 
-The gradient of a step's batch is a sample: from batch to batch it differs from their mean by n times the mean (n²
-is the variance over the squared mean, summed over the weight's elements). Training works with that. An error ρ of a
-multiply, as `_multiplies` measures it, is one more difference of the gradients. A multiply is done in eight bits
-only where
+The gradient of a step's batch is a sample. From batch to batch it differs from the mean gradient by n times the
+mean: n² is the variance over the squared mean, each summed over the weight's elements. An error ρ of a multiply, as
+`_multiplies` measures it, is one more such difference. A multiply is done in eight bits only where
 
     ρ ≤ tolerance · n    and    ρ ≤ 0.1
 
 The first limit is for errors that do not average out over tokens. They add up as the mean gradient does, to ρ
-times the mean, and the noise is n times the mean: `tolerance` is the share of the noise that they may have. Errors
-that are independent from token to token average out as the noise does, and are ρ of the noise whatever n is: by the
-second limit they add 1 % to its variance at most.
+times the mean. The noise is n times the mean, so such errors are ρ/n of the noise, and `tolerance` is the most that
+they may be. Errors that are independent from token to token average out as the noise does: they are ρ of the noise,
+for any n. With the second limit they add at most 1 % to its variance.
 
-The second limit also holds off errors that are no noise at all, of numbers that become zero: they make results
-smaller. In `docs/studies/inner_product_noise.md` a third of the error's variance lay along the exact gradient in
-the layers with ρ² above 1 % (`c_attn`), and 1.1 % at most in those with ρ² below 0.07 %.
+The second limit also excludes errors that are not noise: numbers that become zero make results smaller. In
+`docs/studies/inner_product_noise.md` a third of the error's variance lay along the exact gradient in the layers
+with ρ² above 1 % (`c_attn`), and 1.1 % at most in those with ρ² below 0.07 %.
 
-Each layer takes the cheapest plan whose multiplies are all allowed. Like layers with the same plan are shown as one
-choice, with the figures of the worst of them.
+Each layer takes the cheapest plan whose multiplies are all allowed. Like layers with the same plan are one choice,
+with the figures of the layer that has the largest error for its noise.
 """
 
 from __future__ import annotations
@@ -47,13 +46,14 @@ from narrowgauge.linear._tune import LayerKind, Timed, times
 from narrowgauge.recipes._fit._multiplies import LayerRecords, Recorded, layer_errors
 from narrowgauge.recipes._fitted import Computed, LayerChoice
 
-# The largest error in eight bits, however noisy the gradient is; see the module.
+# The largest error in eight bits, for any noise of the gradient; see the module.
 MOST_ERROR = 0.1
 
-# The scalings of each multiply's operands, the cheapest first: one scale for a tensor, whose codes serve several
-# multiplies, before a scale for each vector. On an H200 a layer with all three multiplies in eight bits is 1.51
-# times as fast as nn.Linear with tensor-wise scales and 1.27 times with scales of vectors; with two, 1.29 and 1.28
-# (docs/which_linear.md, 32768 x 1280 x 5120: TENSORWISE_FP8, LLM_INT8, SWITCHBACK e4m3, SWITCHBACK_Q e4m3).
+# The scalings of each multiply's operands, the cheapest first. One scale for a tensor is cheaper than a scale for
+# each vector, because several multiplies use the same codes. On an H200 a layer with all three multiplies in eight
+# bits is 1.51 times as fast as nn.Linear with tensor-wise scales and 1.27 times with scales of vectors; with two,
+# 1.29 and 1.28 (docs/which_linear.md, 32768 x 1280 x 5120: TENSORWISE_FP8, LLM_INT8, SWITCHBACK e4m3, SWITCHBACK_Q
+# e4m3).
 SCALINGS: dict[Multiply, tuple[tuple[Scaling, Scaling], ...]] = {
     "output": (("tensor", "tensor"), ("row", "tensor"), ("row", "row")),
     "grad_input": (("tensor", "tensor"), ("row", "tensor"), ("row", "column")),
@@ -63,9 +63,9 @@ _NAMED = (SWITCHBACK, SWITCHBACK_Q, LLM_INT8, TENSORWISE_FP8)
 
 
 def cost(plan: LinearPlan) -> tuple[int, int, int]:
-    """What a plan is ordered by: multiplies in high precision, operands scaled by vectors, operands quantized.
+    """How plans are ordered: by multiplies in high precision, operands with vector scales, and operands quantized.
 
-    Source: docs/which_linear.md: the multiplies are most of the time, and quantizing the rest.
+    Source: docs/which_linear.md. Most of the time is in the multiplies, the rest in quantizing.
     """
     operands = [operand for name in MULTIPLIES for operand in plan.operands(name) or ()]
     vectors = sum(operand.scaling != "tensor" for operand in operands)
@@ -80,7 +80,7 @@ def plans(formats: Sequence[str]) -> list[LinearPlan]:
             them in all of its multiplies.
 
     Raises:
-        ValueError: for no formats, unknown ones, or int8 beside float8.
+        ValueError: for an empty list, unknown formats, or int8 beside float8 in one plan.
     """
     if isinstance(formats, str) or not formats:
         raise ValueError(f"formats must be a list such as ['int8', 'e4m3/e5m2'], got {formats!r}")
@@ -144,7 +144,7 @@ class _Layer:
 
 @dataclass(frozen=True, eq=False)
 class _Decision:
-    """A layer's plan, the next ones beside it, and why it is not an allowed plan that measured slower."""
+    """A layer's plan and its neighbors; `slow` says why an allowed plan was not taken: no time, or a slower one."""
 
     layer: _Layer
     plan: LinearPlan
@@ -163,16 +163,17 @@ def fit_layers(
         records: of the model's layers, from some micro-batches.
         gradient_noise: by the name of the weight, the noise of a step's gradient over the gradient: the root of its
             variance between batches over the square of its mean. A layer without one stays in high precision.
-        formats: to try; see `plans`. Of plans that cost the same the earlier format is taken.
-        tolerance: the share of the gradient's noise that errors may have; see the module.
-        tokens: rows of a layer's input in a micro-batch, for `timed`; those that were recorded if None.
-        timed: whether to take eight bits only where they are faster than nn.Linear. Then the fastest is taken of
-            the cheapest allowed plans in each format, by the table that `swap_linears(tokens=...)` uses. What is
-            missing there is measured, under the current autocast: call this where the training calls the model.
+        formats: to try; see `plans`. Of plans that cost the same, the one in the earlier format is taken.
+        tolerance: how large errors may be, as a share of the gradient's noise; see the module.
+        tokens: rows of a layer's input in a micro-batch, for `timed`; as many as were recorded if None.
+        timed: whether to take eight bits only where they are faster than nn.Linear. Each format then has one
+            candidate, its cheapest allowed plan, and the fastest candidate is taken. Times are those of the table
+            that `swap_linears(tokens=...)` uses. Those that it lacks are measured under the current autocast, so
+            call this under the autocast of the training.
 
     Returns:
-        The choices. Each layer that `swap_linears` would find is in one of them; a pattern in `layers` fits exactly
-        the layers of its choice, by `fnmatch`. The milliseconds are those of all layers of a choice.
+        The choices. Each layer that `swap_linears` would find is in one of them. The patterns in `layers` fit the
+        layers of their choice and no others, by `fnmatch`. The milliseconds are the sum over a choice's layers.
 
     Raises:
         ValueError: for formats that do not exist, a `tolerance` that is not above zero, and `tokens` below 1.
@@ -221,7 +222,7 @@ def _firsts(layer: _Layer, order: Sequence[LinearPlan], tolerance: float) -> lis
 def _decide(
     layer: _Layer, order: Sequence[LinearPlan], tolerance: float, table: Mapping[LayerKind, Timed], timed: bool
 ) -> _Decision:
-    """The cheapest allowed plan, or with times the fastest if that is faster than nn.Linear."""
+    """The cheapest allowed plan; if `timed`, the fastest of `_firsts` if it is faster than nn.Linear."""
     allowed = _firsts(layer, order, tolerance)
     measured = {plan: table[kind] for plan in allowed if (kind := layer.kind(plan)) in table}
     if not allowed or not timed:
@@ -262,12 +263,12 @@ def _grouped(
 
 
 def _alike(name: str) -> tuple[str, ...]:
-    """A name up to its numbers."""
+    """The parts of a name, with ``*`` for numbers."""
     return tuple("*" if part.isdecimal() else part for part in name.split("."))
 
 
 def _exact_patterns(group: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
-    """Patterns that fit the names of a group and no other; the names where a pattern would fit more."""
+    """Patterns that fit the names of a group and no others; names in place of a pattern that would fit more."""
     found: list[str] = []
     for pattern in patterns(group):
         ours = [name for name in group if fnmatch.fnmatchcase(name, pattern)]
@@ -279,7 +280,7 @@ def _exact_patterns(group: Sequence[str], names: Sequence[str]) -> tuple[str, ..
 def _choice(
     group: Sequence[_Decision], names: Sequence[str], tolerance: float, table: Mapping[LayerKind, Timed]
 ) -> LayerChoice:
-    # In high precision all shares are 0: then the one where the next plan is worst.
+    # In high precision all shares are 0. Then the share of the next narrower plan decides.
     worst = max(group, key=lambda one: [one.layer.share(plan) for plan in (one.plan, one.narrower) if plan])
     layers = [one.layer for one in group]
 
@@ -298,7 +299,7 @@ def _choice(
 
 
 def _ms(group: Sequence[_Decision], plan: LinearPlan, table: Mapping[LayerKind, Timed]) -> float | None:
-    """Milliseconds of the layers of a group in all; None if one was not timed."""
+    """Milliseconds of all layers of a group together; None if one was not timed."""
     total = 0.0
     for one in group:
         if plan == HIGH_PRECISION:  # nn.Linear was measured beside each plan

@@ -5,22 +5,24 @@ The error of one of them is measured against the same product without codes:
 
     ρ = ‖Y₈ - Y‖ / ‖Y‖
 
-over all records of the layer. For `output` it is at least the median over the rows of Y of the same ratio. A few
-tokens with large features have most of ‖Y‖², and would hide that a tensor-wise scale rounds all others to zero.
-What follows a layer mostly normalizes each token by itself, so each counts. The gradients are sums over tokens, in
-which a small row counts for little: there the ratio of the norms is right.
+over all records of the layer. For `output` the median over the rows of Y of the same ratio is taken if it is
+larger. A few tokens with large features have most of ‖Y‖², so the ratio of the norms does not show that a
+tensor-wise scale rounds all other tokens to zero. What follows a layer mostly normalizes each token by itself, so
+each token counts. `grad_weight` is a sum over tokens, in which a small row counts for little: there the ratio of
+the norms is right.
 
 **Samples.** A record has some of the rows, evenly spaced, but the scales of the whole: the absmax of each column of
-X and G is that of all rows. So the errors of `output` and `grad_input`, row by row, are those of the whole. Of
-`grad_weight`, a sum over b, the sample is a shorter sum. Where the terms are independent and their errors too, both
-norms grow as √b and ρ stays the same. In a real model ρ² of `grad_weight` changes as b to the power -0.36 to 0.12
-(`docs/studies/inner_product_noise.md`). In float8, and in int8 with tensor-wise scales, the sample thus shows more
-than the error of the whole sum; in int8 with a scale for each column somewhat less. So does a large row that the
-sample has not: it sets the scales, and is not in the sum, most of which it would be.
+X and G is that of all rows. So the errors of `output` and `grad_input`, row by row, are those of the whole.
+`grad_weight` is a sum over b, of which the sample has fewer terms. If the terms and their errors are independent,
+both norms grow as √b and ρ stays the same. In a real model ρ² of `grad_weight` changes as b to the power -0.36 to
+0.12 (`docs/studies/inner_product_noise.md`). In float8, and in int8 with tensor-wise scales, the sample thus shows
+a larger error than the whole sum has, and in int8 with a scale for each column a somewhat smaller one. The error is
+also too large if the sample lacks a large row: that row sets the scales, and most of the whole sum would be its
+own.
 
-The arithmetic is `quantize` and `scaled_matmul` of `narrowgauge.linear`, simulated: the codes of the real layer,
-products without the tensor cores' shorter sums ("fast" accumulation). What rounding a result to bf16 adds is not in
-it, as the layer in high precision has that too.
+The arithmetic is `quantize` and `scaled_matmul` of `narrowgauge.linear`, simulated: the codes are those of the real
+layer, but products are summed without the tensor cores' "fast" accumulation, which keeps fewer bits. The rounding
+of results to bf16 is not counted, because the layer in high precision has it too.
 """
 
 from __future__ import annotations
@@ -99,8 +101,8 @@ class Recorded:
 class LayerRecords:
     """Records inputs and output gradients of linear layers while it is active.
 
-    It changes no bit of what the model computes. A layer that is called several times has as many records. With
-    gradient checkpointing the records are the same. A layer whose output has no gradient is not recorded.
+    It changes no bit of what the model computes. Each call of a layer gives a record, and gradient checkpointing
+    changes no record. A layer whose output has no gradient is not recorded.
 
     Args:
         model: the model; its layers are those that `swap_linears` would swap.
@@ -206,7 +208,7 @@ class _Matrix(NamedTuple):
 
 
 class _Error:
-    """Sums of one way to do a multiply, over records."""
+    """The sums, over records, from which the error of one way to do a multiply is computed."""
 
     def __init__(self) -> None:
         self.squares: list[Tensor] = []  # (2,): of the error, of the exact product
@@ -271,9 +273,9 @@ def _turn(x: Tensor, transposed: bool) -> Tensor:
 
 
 def multiply_errors(x: Tensor, weight: Tensor, g: Tensor, plan: LinearPlan) -> dict[Multiply, float]:
-    """The error ρ of each multiply of a layer that a plan does on codes, by the layer itself.
+    """The error ρ of each multiply that a plan does on codes, measured by running the plan.
 
-    Multiplies in high precision whose operand is dequantized from saved codes are among them.
+    Multiplies in high precision whose operand is dequantized from saved codes are included.
 
     Args:
         x: inputs (..., n).

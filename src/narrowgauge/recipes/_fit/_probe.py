@@ -1,10 +1,11 @@
-"""The probe: a few steps of the planned training, and what their gradients looked like.
+"""The probe: a few steps of the planned training, whose gradients are recorded.
 
-A copy of the model is trained with fp32 master weights and fp32 moments, as the planned run would be, but with a
-shorter rise of the learning rate. The gradients of its last steps are recorded, for a sample of each parameter's
-elements. Between the steps the weights hardly move, so the recorded gradients differ by the noise of a batch.
+A copy of the model is trained with fp32 master weights and fp32 moments. The learning rate rises to its highest in
+the first half of the probe and stays there. The gradients of the last `RECORDED` steps are kept, for a sample of
+each parameter's elements. In so few steps the weights hardly move, so the recorded gradients differ by the noise of
+a batch.
 
-A sample is made of whole blocks of consecutive elements, because block-wise storages share a scale in each.
+A sample is made of whole blocks of consecutive elements, because the numbers of a block share a scale.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from narrowgauge.recipes._recipe import Recipe
 Progress = Callable[[str, float], None]
 
 RECORDED = 16  # steps whose gradients are kept
-LEAST_STEPS = 32  # a hundredth of a short run would see nothing but the warm-up
+LEAST_STEPS = 32  # a hundredth of a short run would be part of the warm-up
 _ELEMENTS = 1 << 17  # of all samples together
 _LEAST_BLOCKS, _MOST_BLOCKS = 2, 32  # of a parameter's sample
 
@@ -67,7 +68,7 @@ class Sample:
 
     @property
     def mean(self) -> Tensor:
-        """The mean gradient, shortened to the length that is estimated without bias: float32 (n,)."""
+        """The mean gradient, shortened so that its squared length is an estimate without bias: float32 (n,)."""
         mean = self.gradients.float().mean(0)
         length = float(mean.square().mean())
         return mean * (math.sqrt(self.signal / length) if length else 0.0)
@@ -76,7 +77,7 @@ class Sample:
     def noise_to_signal(self) -> float:
         """The noise of a step's gradient over the gradient itself.
 
-        A signal that is lost in the noise of the mean counts as that noise, so it is at most the root of the number
+        A signal below the noise of the mean counts as that noise, so the result is at most the root of the number
         of recorded steps.
         """
         noise = float(self.noise.mean())
@@ -91,8 +92,8 @@ class Probed:
         samples: of each parameter.
         losses: of its steps.
         examples: of the first batch.
-        terms: what the loss of a batch is a mean of: numbers in its largest tensor of integers (tokens, labels), or
-            its examples.
+        terms: how many terms the loss of a batch is the mean of: the size of its largest tensor of integers
+            (tokens, labels), or the number of its examples if that is more.
     """
 
     samples: list[Sample]
@@ -105,7 +106,7 @@ class BatchStream(Iterator[Any]):
     """Batches, epoch after epoch.
 
     Raises:
-        ValueError: for an epoch of one batch, between whose gradients there is no noise to measure.
+        ValueError: for an epoch without batches or with one, and for the same batch twice: these show no noise.
     """
 
     def __init__(self, batches: Callable[[], Iterable[Any]], device: torch.device) -> None:
@@ -120,8 +121,8 @@ class BatchStream(Iterator[Any]):
         if batch is None:
             if self._count == 1:
                 raise ValueError(
-                    "batches() must give two batches an epoch or more, got one: their gradients show the noise. "
-                    "Divide it into micro-batches, give those, and say how many a step has: accumulate=8"
+                    "batches() must give two batches an epoch or more, got one: noise is measured between batches. "
+                    "Divide the batch into micro-batches, give those, and say how many a step has: accumulate=8"
                 )
             self._iterator, self._count = iter(self._batches()), 0
             batch = next(self._iterator, None)
@@ -160,23 +161,23 @@ def probe(
     """Train a copy of a model for some steps and record its gradients.
 
     Args:
-        model: it is left alone.
+        model: it is not changed.
         batches, loss: as `narrowgauge.compare` takes them; a batch is a micro-batch where `accumulate` is above 1.
         optimizer, dtype: of the recipe; the probe itself keeps fp32 master weights and fp32 moments.
         lr, steps: of the planned run.
         accumulate: batches a step.
-        seconds: how long the probe may take; it ends early once it has recorded enough.
+        seconds: for the whole measurement. After half of it the probe takes only the steps that it records.
         options: for the optimizer, and ``decay_all``.
         watching: makes a context around the last two steps, in which linear layers are recorded.
-        progress: is called with what is done, and its share.
+        progress: called with the name of the stage, and the share of it that is done.
 
     Raises:
-        ValueError: for batches that show no noise, and a loss that is not finite.
+        ValueError: for batches that are all the same, and a loss that is not finite.
     """
     begun = time.perf_counter()
     model = copy.deepcopy(model).train()
     device = next(model.parameters()).device
-    for each in (torch.bfloat16, torch.float32):  # its weights become numbers that every recipe can keep
+    for each in (torch.bfloat16, torch.float32):  # the weights become numbers that every storage has
         cast(model, each)
     weights = "plain" if dtype == torch.float32 else "master"
     trained = Recipe("probe", "", dtype, weights, "fp32", optimizer=optimizer).apply(model, lr, **options)
@@ -239,7 +240,7 @@ def sample_places(sizes: Mapping[str, int], block: int) -> dict[str, Tensor]:
 def _gradients(
     model: nn.Module, stream: Iterator[Any], loss: Callable[[nn.Module, Any], Tensor], accumulate: int
 ) -> Tensor:
-    """Make the gradients of a step; give its loss."""
+    """Compute the gradients of a step, and return its loss."""
     total: Tensor | None = None
     for _ in range(accumulate):
         found = loss(model, next(stream)) / accumulate
@@ -250,7 +251,7 @@ def _gradients(
 
 
 def _clipping(parameters: Iterable[Tensor], limit: float | None) -> float:
-    """What `max_grad_norm` multiplies the gradients of a step by."""
+    """The factor by which `max_grad_norm` shortens the gradients of a step."""
     if not limit:
         return 1.0
     norms = [p.grad.double().norm() for p in parameters if p.grad is not None]

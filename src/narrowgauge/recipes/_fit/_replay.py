@@ -1,37 +1,40 @@
 """Replay: what each storage loses over a run, by the storage's own arithmetic, and what that costs in loss.
 
-The recorded gradients are played to optimizers that keep the same sample of weights in different storages, for as
-many steps as time allows, with the learning rates of the planned run from its first step to its last. Beside each
-narrow optimizer runs one with fp32 master weights and fp32 moments. The **error** e of a storage is the difference
-of their displacements. The first quarter is not judged: moments begin at zero there, once in a run.
+Optimizers that keep the same sample of weights in different storages take steps with the recorded gradients, as
+many steps as time allows, at the learning rates of the planned run from its first step to its last. The reference
+is an optimizer with fp32 master weights and fp32 moments that takes the same steps. The **error** e of a storage is
+its displacement D of the weights minus that of the reference. Displacements are those in the second, third and
+fourth quarter of the replay. The first quarter is left out: moments begin at zero there, which happens once in a
+run.
 
-**Gradients.** A step's gradient is s·μ + ξ·(g_r − μ)·c, with a recorded g_r drawn at random, their mean μ, a random
-sign ξ = ±1, and c = √(R/(R − 1)) for R recorded ones. So the noise has the variance σ² that was measured. The mean
-of R noisy gradients is too long, because it still has a share 1/R of their variance: s shortens it to the length
-that is estimated without bias.
+**Gradients.** A step's gradient is s·μ + ξ·(g_r − μ)·c, where g_r is a recorded gradient drawn at random, μ the
+mean of the R recorded ones, ξ = ±1 a random sign, and c = √(R/(R − 1)). So the noise has the variance σ² that was
+measured. The mean of R noisy gradients is too long, because it still has 1/R of their variance. The factor s
+shortens it, so that its squared length is an estimate without bias.
 
-**Noise.** All is played twice, with two orders of gradients A and B. The reference's displacements in a quarter of
-the run then differ by the gradient's noise alone, whose variance is N² = (D_A − D_B)²/2. A storage's errors have
-in common what does not depend on chance, b² = mean(e_A·e_B); the rest is random, r² = mean((e_A − e_B)²)/2. Over a
-run that is T/K times as long as the replay N² and r² grow by T/K, as a random walk does, and b² by (T/K)². The part
-of b along the reference's drift is left out: it makes steps longer or shorter, and is judged as descent. Rounding
-adds
+**Noise.** Everything is replayed twice, with two orders A and B of the gradients. The reference's displacements in
+a quarter then differ by the gradient's noise alone, whose variance is N² = (D_A − D_B)²/2. The errors of both
+orders have a common part, b² = mean(e_A·e_B), and a random part, r² = mean((e_A − e_B)²)/2. The run has T steps and
+the replay K. Over the run N² and r² are T/K times as large, as in a random walk, and b² is (T/K)² times as large.
+Where the reference drifts (mean(D_A·D_B) is more than a tenth of the noise), the part of b along the drift is left
+out: it makes steps longer or shorter, and counts as descent. In a quarter rounding adds the share
 
     ρ = √((r² + b²·T/K) / mean(N²))
 
-of the gradient's noise; the worst quarter counts.
+of the gradient's noise. The noise of a storage is the largest ρ of the three quarters.
 
 **Loss.** To second order in the error, the loss at the end is higher by
 
     μ·(e_A + e_B)/2  +  ρ² · ½ Σ h N²
 
-The first term is descent that is lost (or gained, where rounding makes steps longer), in nats. μ shrinks while the
-model is trained, so that the estimate is too large by a factor that no probe of the beginning can tell; `SHRINKS`
-is what was left of it in the studies' runs. Of the second, ½ Σ h N² is what the gradient's own noise costs at the
-end, in the last quarter, with the curvature h of each weight. For a loss that is a mean of B log-likelihoods the
-curvature is about B σ², because both are the mean square of one example's gradient (the Fisher information). It
-grows while the model is trained, by a factor of `GROWS` in the studies' runs. A random error is free where the
-gradient's noise is, at small learning rates; lost descent is not.
+The first term, over the three quarters, is descent that is lost, in nats; it is negative where rounding makes steps
+longer. μ shrinks while the model is trained, so the estimate is too large, by a factor that a probe of the
+beginning cannot measure. `SHRINKS` is the part of it that was measured in trainings of two small language models.
+In the second term ρ and N are those of the last quarter, and h is the curvature of each weight: ½ Σ h N² is what
+the gradient's own noise costs at the end. For a loss that is a mean of B log-likelihoods the curvature is about
+B σ², because both are the mean square of one example's gradient (the Fisher information). It grows while the model
+is trained, in these trainings by a factor of `GROWS`. At small learning rates the gradient's noise costs next to
+nothing, and so do random errors; lost descent still costs.
 """
 
 from __future__ import annotations
@@ -53,17 +56,17 @@ from ._probe import Sample
 
 States = str | Mapping[str, str]
 _LEAST_STEPS, _MOST_STEPS = 200, 2000
-_DRIFT = 0.1
-# Of lost descent, what was left of the first-order estimate at the end: 0.25 to 0.3 (docs/studies/fit.md).
+_DRIFT = 0.1  # of the noise N²; a smaller drift of the reference counts as none
+# Lost descent that was measured, over the first-order estimate: 0.25 to 0.3 (docs/decisions/precision-by-loss.md).
 SHRINKS = 0.25
-# What the gradient's noise cost a trained model, over what it was estimated to cost: 2 to 3.5.
+# What the gradient's noise cost trained models, over the estimate: 2 to 3.5 (the same page).
 GROWS = 3.0
-_FLOOR = 1e-3  # noise counts as this share of the displacement at least: some parameters have none
+_FLOOR = 1e-3  # noise counts as this share of the displacement at least: in some parameters it is zero
 
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """An order of gradients, with the learning rates: which recorded one, with which sign, at which rate."""
+    """By step, which recorded gradient is used, with which sign of its noise (0 or 1), at which learning rate."""
 
     recorded: Tensor
     signs: Tensor
@@ -80,8 +83,11 @@ class Stream:
 
 @dataclass(frozen=True)
 class Played:
-    """What a replay did: by name, the displacement in each judged quarter, float64 (3, n). If asked for, also the
-    share of updates that were lost at the highest rate and at the end.
+    """What a replay did, by name.
+
+    Attributes:
+        moved: the displacement in each of the last three quarters, float64 (3, n).
+        lost: the share of updates that were lost at the highest rate and at the end; empty if it was not counted.
     """
 
     moved: Mapping[str, Tensor]
@@ -89,22 +95,22 @@ class Played:
 
 
 class Replay:
-    """Plays recorded gradients to optimizers with other storages.
+    """Steps optimizers with different storages on recorded gradients.
 
     Args:
         samples: of the probe.
         optimizer: the class.
-        options: its arguments, but for rates, storages and weight decay.
+        options: its arguments, without rates, storages and weight decay.
         smallest: parameters with fewer elements keep fp32 moments.
         steps, rate: of the planned run: how many, and the learning rate by the number of the step, from 1.
         seed: of the orders of gradients.
-        terms: the log-likelihoods that the loss of a step is the mean of.
+        terms: how many log-likelihoods the loss of a step is the mean of.
 
     Attributes:
         optimizer: the class.
         rule, group: its rule, and its options.
         slots: the moments whose storage can be chosen.
-        steps: that are played, K in the module's words.
+        steps: how many steps a replay has; K in the module's text.
 
     Raises:
         ValueError: for a rule that is not elementwise.
@@ -126,8 +132,8 @@ class Replay:
         self.slots = [slot.slot for slot in plan.slots if not slot.slot.storages]
         if not elementwise(plan, self.group):
             raise ValueError(
-                f"optimizer must be elementwise, to be measured on samples, got {optimizer.__name__}, whose "
-                f"{plan.rule.name} needs numbers of a whole parameter"
+                f"optimizer must be elementwise, as it is measured on samples, got {optimizer.__name__}, whose "
+                f"rule {plan.rule.name} needs sums over a whole parameter"
             )
         self._small = {sample.name for sample in samples if sample.elements < smallest}
         self._banks = {sample.name: _bank(sample) for sample in samples}
@@ -144,8 +150,8 @@ class Replay:
 
         Args:
             stream: the gradients and rates.
-            weights, states: storages of all parameters. A mapping from the names of parameters gives each its own.
-            counting: whether to count lost updates, for which two steps are taken eagerly.
+            weights, states: storages of all parameters; or by the name of a parameter, its own.
+            counting: whether to count lost updates, by the gauges of two steps.
         """
         parameters = {s.name: nn.Parameter(s.weights.to(s.dtype)) for s in self._samples}
         groups = [
@@ -181,10 +187,10 @@ class Replay:
         return Played(moved, {name: (first[name], last[name]) for name in last})
 
     def prepare(self, seconds: float, ways: int) -> None:
-        """Choose how many steps are played, and play the references.
+        """Choose how many steps a replay has, and play the references.
 
         Args:
-            seconds: for all replays together, more or less.
+            seconds: about how long all replays may take together.
             ways: how many storages will be played.
         """
         short = Stream.draw(self._recorded, [self._rate(1)] * 12, 0)
@@ -203,7 +209,7 @@ class Replay:
     def costs(
         self, weights: str | Mapping[str, str], states: States | Mapping[str, States], counting: bool = False
     ) -> tuple[dict[str, Cost], Mapping[str, tuple[float, float]]]:
-        """What storages add to each parameter; see the module.
+        """What storages cost each parameter; see the module.
 
         Returns:
             (the costs by name; if `counting`, the share of updates lost at the highest rate and at the end).
@@ -216,7 +222,7 @@ class Replay:
     def stepper(
         self, shapes: Sequence[torch.Size], weights: str, states: Mapping[str, str], device: torch.device
     ) -> Callable[[], float]:
-        """A function that steps parameters of these shapes and gives the seconds."""
+        """A function that steps parameters of these shapes once and returns the seconds."""
         dtype = self._samples[0].dtype
         made = [nn.Parameter(torch.randn(shape, device=device).to(dtype)) for shape in shapes]
         optimizer = self._make([{"params": made, "weights": weights, "states": states}], self._rate(1))
@@ -235,7 +241,7 @@ class Replay:
         return step
 
     def _make(self, groups: list[dict[str, Any]], lr: float) -> NarrowOptimizer:
-        with warnings.catch_warnings():  # plain weights are one of the ways that are measured
+        with warnings.catch_warnings():  # plain weights are measured too
             warnings.filterwarnings("ignore", "weights='plain'", UserWarning)
             make: Any = self.optimizer
             made: NarrowOptimizer = make(groups, lr=lr, min_quantized_size=0, **self._options)
@@ -249,12 +255,12 @@ class Replay:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a storage adds to one parameter; see the module.
+    """What a storage costs one parameter; see the module.
 
     Attributes:
         noise: ρ, as a share of the gradient's noise, in the worst quarter.
         descent: how much less the loss falls, in nats; negative where it falls further.
-        random: what the noise that is added in the last quarter costs, in nats.
+        random: the loss that the noise of the last quarter costs, in nats.
     """
 
     noise: float
@@ -262,7 +268,7 @@ class Cost:
     random: float
 
     def __add__(self, other: Cost) -> Cost:
-        """Of two storages of one parameter, whose errors are independent."""
+        """The cost of two storages of one parameter, whose errors are independent."""
         return Cost(math.hypot(self.noise, other.noise), self.descent + other.descent, self.random + other.random)
 
     @property
@@ -278,13 +284,13 @@ LOST = Cost(math.inf, math.inf, math.inf)
 def costs(
     samples: Sequence[Sample], references: Sequence[Played], played: Sequence[Played], longer: float, terms: int
 ) -> dict[str, Cost]:
-    """What a storage adds to each parameter.
+    """What a storage costs each parameter, by name.
 
     Args:
         samples: of the parameters.
         references, played: of the fp32 optimizer and of the narrow one, for the orders A and B.
         longer: T/K, the steps of the run over those of the replay.
-        terms: B, the log-likelihoods that the loss of a step is the mean of.
+        terms: B, how many log-likelihoods the loss of a step is the mean of.
     """
     found = {}
     for sample in samples:
@@ -298,7 +304,7 @@ def costs(
         drift = (exact[0] * exact[1]).mean(1)
         bias, random = (a * b).mean(1), (a - b).square().mean(1) / 2
         along = (a * exact[1] + b * exact[0]).mean(1) / 2
-        # Beside a drift that is lost in the noise no step is longer.
+        # Along a drift that is small beside the noise no step counts as longer.
         longer_steps = torch.where(drift > _DRIFT * noise, along / drift, 0.0)
         aside = (bias - longer_steps.square() * drift).clamp_min(0.0)
         squares = (random + aside * longer) / torch.maximum(noise, _FLOOR**2 * exact[0].square().mean(1))
@@ -328,7 +334,7 @@ def _merged(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _bank(sample: Sample) -> list[tuple[Tensor, Tensor]]:
-    """Each recorded gradient as it is played: with its own noise, and with the opposite."""
+    """Each recorded gradient as it is played: with its own noise, and with the opposite noise."""
     gradients = sample.gradients.float()
     count, mean = len(gradients), gradients.mean(0)
     noise = (gradients - mean) * math.sqrt(count / (count - 1))

@@ -1,4 +1,4 @@
-"""What every storage adds to every parameter of a model, and a choice among them as a recipe."""
+"""What every storage costs every parameter of a model, and a choice among them as a recipe."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _STATES = (
     ("fp32", "log8"), ("fp32", "fp32"),
 )  # fmt: skip
 _TIMED, _TIMED_ELEMENTS = 5, 1 << 22
-_NEARLY = 1.05  # of a tolerance, when the choice is played together
+_NEARLY = 1.05  # of the tolerance: a choice that is played together may cost so much
 
 
 class Measured:
-    """What every storage adds to every parameter, and the choice among them.
+    """What every storage costs every parameter, and the choice among them.
 
     Attributes:
         groups: of like parameters, with their frontiers.
-        ways: what was played: storages of weights and moments.
-        costs: of each parameter, what each way costs.
+        ways: the storages of weights and moments that were played.
+        costs: by the name of a parameter, the cost of each way.
     """
 
     def __init__(self, replay: Replay, samples: Sequence[Sample], dtype: torch.dtype, block_size: int) -> None:
@@ -54,7 +54,7 @@ class Measured:
         self.costs: dict[str, list[Cost]] = {}
 
     def play(self, seconds: float, progress: Progress) -> None:
-        """Play the recorded gradients to every weight storage with fp32 moments, and to all moments' storages."""
+        """Play every weight storage with fp32 moments, and all storages of moments with exact weights."""
         slots = self._replay.slots
         pairs = [{s.name: signed if s.signed else other for s in slots} for signed, other in _STATES]
         states = [dict(items) for items in dict.fromkeys(tuple(pair.items()) for pair in pairs)]
@@ -112,7 +112,10 @@ class Measured:
         return each + moments / elements
 
     def within(self, tolerance: float) -> Chosen:
-        """The narrowest choice within a tolerance, when all that was chosen is played together."""
+        """The narrowest choice within a tolerance, by the replay of all chosen storages together.
+
+        If that replay costs more than 1.05 of the tolerance, a choice for a lower one follows, up to three times.
+        """
         asked = tolerance
         for _ in range(4):
             chosen = within(self.groups, asked)
@@ -162,7 +165,7 @@ class Measured:
         for number, (one, choice) in enumerate(zip(self.groups, made.choices, strict=True)):
             progress("timing steps", number / len(self.groups))
             now = replace(choice.chosen, noise=together[one.name].noise, loss=together[one.name].loss)
-            # Measured by itself a wider way may seem to cost no less than the choice does among all others.
+            # The choice was played with all others, a wider way alone: its loss may then be no lower.
             wider = choice.wider if choice.wider and choice.wider.loss < now.loss else None
             ways = {"chosen": now, "narrower": choice.narrower, "wider": wider}
             timed: dict[str, Any] = self._timed(
@@ -176,7 +179,7 @@ class Measured:
         return replace(made, choices=tuple(choices), facts={**made.facts, "noise": noise, "loss": loss})
 
     def _names(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Patterns of names if they fit no other parameter, else the names."""
+        """Patterns of the names; the names themselves if a pattern would fit another parameter too."""
         made = tuple(patterns(names))
         others = [name for name in self._samples if name not in names]
         return names if any(fnmatchcase(name, pattern) for name in others for pattern in made) else made
@@ -189,9 +192,9 @@ class Measured:
         return f"{small}may move the loss by {_nats(now.loss)}, {kept} by {_nats(narrower.loss)}"
 
     def _timed(self, one: Candidates, ways: Mapping[str, Kept], device: torch.device) -> dict[str, Any]:
-        """Ways to keep parameters with the milliseconds of their step, the median of a few, taken in turns.
+        """Ways to keep parameters, with the milliseconds of their step: the median of a few, taken in turns.
 
-        Of large groups a part is stepped, and its time multiplied.
+        Of a large group only a part is stepped, and the time is scaled up to the whole.
         """
         shapes, part = [], 0
         for name in one.names:
