@@ -187,6 +187,10 @@ THINNED = (
     "test_a_run_is_the_one_without_and_goes_on", "test_a_trace_is_what_a_real_step_takes",
     "test_played_is_the_long_way", "test_every_plan_on_kernels_is_the_papers", "test_states_of_others",
     "test_torchs_scaler",
+    "test_training_follows_fp32_as_far_as_the_weight_storage_can", "test_every_state_storage_becomes_every_other",
+    "test_blocks_of_any_size_and_a_short_last_one", "test_a_picture_is_drawn", "test_weights",
+    "test_a_rank_that_dies_in_the_middle_is_named_by_the_other", "test_sums_are_those_of_the_eager_path",
+    "test_damaged_pairs_are_left_out_and_named_and_the_others_are_there", "test_every_run_is_made_once",
 )  # fmt: skip
 
 

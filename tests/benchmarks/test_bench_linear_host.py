@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="triton is not installed: there is nothing 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="takes a GPU's time where there is one")
 def test_it_times_layers_without_a_gpu(tmp_path: Path) -> None:
     kept = tmp_path / "results" / "host.json"

@@ -51,6 +51,7 @@ def started(out: Path, shards: Path, *more: str) -> Command:
     return Command(["train", "--out", str(out), *OPTIONS, "--data", data, *more], out.parent)
 
 
+@pytest.mark.slow  # as a text's training does, which runs
 def test_killed_in_the_middle_it_ends_as_if_it_had_not_been(shards: Path, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     options = (

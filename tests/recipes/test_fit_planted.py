@@ -22,7 +22,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("make", planted.CASES, ids=lambda make: make.__name__)
+# The first shows what a measure of moments sees, the last what one of weights does.
+CASES = [pytest.param(make, marks=() if make in planted.CASES[::4] else pytest.mark.slow) for make in planted.CASES]
+
+
+@pytest.mark.parametrize("make", CASES, ids=[make.__name__ for make in planted.CASES])
 def test_a_planted_property_is_seen(make: planted.Maker) -> None:
     case = make()
     assert case.seen, case

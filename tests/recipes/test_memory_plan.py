@@ -195,7 +195,7 @@ def test_attention_is_linear_in_the_sequence_and_as_real_with_a_mask() -> None:
 @pytest.mark.parametrize(
     ("recipe", "memory"),
     [
-        ("D", "400MB"),
+        pytest.param("D", "400MB", marks=pytest.mark.slow),
         pytest.param("adamw8bit-split8", "250MB", marks=pytest.mark.slow),
         pytest.param("C", "1GB", marks=pytest.mark.slow),
     ],

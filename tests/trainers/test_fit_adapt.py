@@ -58,6 +58,7 @@ def test_a_run_may_begin_to_adapt_where_it_goes_on(small: TrainSettings, tmp_pat
     assert {record["step"] for record in records(tmp_path) if "adapted" in record} == {5}
 
 
+@pytest.mark.slow
 def test_two_processes_decide_alike_and_as_one(trainings: Trainings, small: TrainSettings, tmp_path: Path) -> None:
     """Each holds half of every tensor. The run stops after its conversions, and goes on."""
     run(small, tmp_path / "one", **STALLING)
