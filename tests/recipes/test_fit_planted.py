@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from studies.fit import planted
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 # The first shows what a measure of moments sees, the last what one of weights does.
 CASES = [pytest.param(make, marks=() if make in planted.CASES[::4] else pytest.mark.slow) for make in planted.CASES]
