@@ -32,6 +32,9 @@ _STATES = (
     ("log4", "log4"), ("log4", "log8"), ("log8", "log8"), ("8bit", "8bit"), ("bf16", "bf16"), ("log8", "fp32"),
     ("fp32", "log8"), ("fp32", "fp32"),
 )  # fmt: skip
+# Measured, so that it can be seen, and never chosen: codes of one scale explode where a block's gradients come to
+# differ, which a probe may not show, and `log8` takes as many bytes.
+_NEVER_CHOSEN = "8bit"
 _TIMED, _TIMED_ELEMENTS = 5, 1 << 22
 _NEARLY = 1.05  # of the tolerance: a choice that is played together may cost so much
 
@@ -88,6 +91,7 @@ class Measured:
             self._kept(names, weight, states, cost + of_moments)
             for (weight, _), cost in zip(ways[:count], of, strict=False)
             for states, of_moments in of_states
+            if _NEVER_CHOSEN not in states.values()
         ]
         free = FREE * elements / sum(sample.elements for sample in self._samples.values())
         return Candidates(names, elements, frontier(options, free), free)
