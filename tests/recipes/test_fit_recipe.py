@@ -310,6 +310,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "too few bytes": ({"bytes_per_parameter": 3}, r"bytes_per_parameter must be at least \d\.\d\d .*, got 3"),
     "a tolerance of zero": ({"tolerance": 0}, "tolerance must be a number above 0, got 0"),
     "a rate of zero": ({"lr": 0.0}, "lr must be a number above 0"),
+    "weights in fp32": ({"keep_fp32": "norms"}, "keep_fp32 must be left out: .*, got 'norms'"),
     "a schedule": ({"schedule": "step"}, "schedule must be"),
     "one batch": ({"batches": one_batch}, "two batches an epoch or more, got one: .*micro-batches.*accumulate=8"),
     "the same batch": ({"batches": same_batch}, "must give different batches"),

@@ -37,7 +37,7 @@ _FORMATS = {"none": (), "int8": ("int8",), "e4m3": ("e4m3",), "auto": ("int8", "
 # What rounding in a multiply may add to the gradient of its layer, as a share of the noise of that gradient.
 _OF_LAYERS = 0.2
 # Options that replays do not take: each sample has its own decay, and its gradients are clipped already.
-_OF_THE_MODEL = ("decay_all", "no_decay", "keep_fp32", "weight_decay", "max_grad_norm", "min_quantized_size")
+_OF_THE_MODEL = ("decay_all", "no_decay", "weight_decay", "max_grad_norm", "min_quantized_size")
 
 
 def fit(
@@ -113,6 +113,8 @@ def fit(
     for name, value in {"lr": lr, "tolerance": tolerance, "bytes_per_parameter": bytes_per_parameter}.items():
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name} must be a number above 0, got {value!r}")
+    if "keep_fp32" in options:
+        raise ValueError(f"keep_fp32 must be left out: fit measures weights in dtype, got {options['keep_fp32']!r}")
     check("steps", steps, Size)
     check("accumulate", accumulate, Size)
     check("warmup", warmup, Count)
