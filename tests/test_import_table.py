@@ -25,7 +25,8 @@ TABLE: dict[str, set[str]] = {
     "kernels": {"formats"},
     "storage": {"formats", "kernels"},
     "nn": {"storage"},
-    "linear": {"formats", "kernels"},
+    # A float8 weight is the codes that a layer multiplies.
+    "linear": {"formats", "kernels", "storage"},
     # What torch's own optimizers intended is worked out by the rules' equations.
     "gauges": {"formats", "storage", "rules", "kernels"},
     "optim": {"formats", "storage", "rules", "kernels"},

@@ -7,7 +7,7 @@ function raises and names the attribute and the torch version, so that nothing g
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -45,6 +45,21 @@ def operators_observed() -> bool:
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
     )
+
+
+# What a tensor subclass has for `__torch_function__` if `__torch_dispatch__` is all that it changes.
+unsubclassed = torch._C._disabled_torch_function_impl
+
+
+def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operator of torch writes to, those in lists among them."""
+    found: list[Any] = []
+    for number, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = args[number] if number < len(args) else kwargs.get(argument.name)
+        found += given if isinstance(given, list | tuple) else [given]
+    return found
 
 
 Hooks = Literal["step_pre", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"]

@@ -1,6 +1,7 @@
 """Linear layers by a plan: which of their three multiplies run in eight bits, how scaled, and what is saved."""
 
 from narrowgauge.linear._attention import LowPrecisionMultiheadAttention
+from narrowgauge.linear._float8_weights import to_float8_weights
 from narrowgauge.linear._function import linear
 from narrowgauge.linear._module import LowPrecisionConv1D, LowPrecisionLinear
 from narrowgauge.linear._plan import (
@@ -36,5 +37,6 @@ __all__ = [
     "named_plan",
     "quantize",
     "swap_linears",
+    "to_float8_weights",
     "tune",
 ]

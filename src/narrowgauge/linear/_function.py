@@ -25,6 +25,7 @@ from narrowgauge._arguments import check_instance
 from narrowgauge.linear._matmuls import Matmuls, Wants
 from narrowgauge.linear._ops import CUDA, operations
 from narrowgauge.linear._plan import LinearPlan
+from narrowgauge.storage import Float8Weight
 
 Result = TypeVar("Result")
 _unsafe_view = torch.ops.aten._unsafe_view.default
@@ -186,13 +187,14 @@ def _forward(
         w: (out_features, in_features).
         bias: (out_features,) or None.
     """
-    run = operations(x, w) if bias is None else operations(x, w, bias)
+    plain = _codes_of(w)
+    run = operations(x, plain) if bias is None else operations(x, plain, bias)
 
     def whole(x: Tensor, bias: Tensor | None, w: Tensor) -> list[Tensor]:
         matmuls = Matmuls(plan, averages, x.dtype, {"input": x, "weight": w}, wants, run)
         return [matmuls.output(bias), *matmuls.save()]
 
-    if run is not CUDA or averages is not None:
+    if run is not CUDA or averages is not None or plain is not w:
         y, *saved = whole(x, bias, w)
         return y, saved
     key = (
@@ -213,7 +215,8 @@ def _backward(
         g: (tokens, out_features), the gradient of the output.
         saved: the tensors that `_forward` returned.
     """
-    run = operations(g, *saved)
+    plain = list(map(_codes_of, saved))
+    run = operations(g, *plain)
 
     def whole(g: Tensor, *saved: Tensor) -> list[Tensor]:
         matmuls = Matmuls(plan, averages, g.dtype, {"grad_output": g}, wants, run, saved)
@@ -223,7 +226,7 @@ def _backward(
         matmuls.move_averages()
         return made
 
-    if run is not CUDA or averages is not None:
+    if run is not CUDA or averages is not None or any(a is not b for a, b in zip(plain, saved, strict=True)):
         made: Sequence[Tensor] = whole(g, *saved)
     else:
         of = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in saved]
@@ -232,6 +235,11 @@ def _backward(
     gradients = iter(made)
     one, two, three = (next(gradients) if wanted else None for wanted in wants)
     return one, two, three
+
+
+def _codes_of(x: Tensor) -> Tensor:
+    """The codes that kernels read of a `Float8Weight`; any other tensor itself. Passes with one are not recorded."""
+    return x.codes if isinstance(x, Float8Weight) else x
 
 
 def _replayed(key: Any, run: Callable[..., Sequence[Tensor]], given: tuple[Tensor | None, ...]) -> Sequence[Tensor]:

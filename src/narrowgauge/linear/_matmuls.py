@@ -5,6 +5,9 @@ transposed: W straight for the output and transposed for the gradient of the inp
 both are the same codes; one kernel makes them in the forward pass, and the transposed ones are saved for the
 backward pass. That is the rule of saving: the codes, if the forward pass makes those that the backward pass needs;
 else the matrix itself or, by the plan, codes only.
+
+A `Float8Weight` consists of e4m3 codes: where a plan wants such codes of W, they are taken as they are, with the
+weight's scale in place of one of the plan's scaling, and the weight itself is saved for the backward pass.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from torch import Tensor
 
 from narrowgauge.linear._ops import Operations, eager_product
 from narrowgauge.linear._plan import MULTIPLIES, OPERANDS, LinearPlan, Multiply, Operand, Quantity
+from narrowgauge.storage import Float8Weight
+from narrowgauge.storage._float8_weight import LARGEST_CODE
 
 Order = Literal["straight", "transposed"]
 # Whether the gradients of input, weight and bias are requested.
@@ -96,6 +101,11 @@ def _kept(
     return tuple(kept)
 
 
+def has_codes(matrix: Tensor | None, operand: Operand) -> bool:
+    """Whether a matrix consists of the codes of an operand, so that nothing needs to be quantized."""
+    return isinstance(matrix, Float8Weight) and operand.format == "e4m3"
+
+
 class Matmuls:
     """One pass, forward or backward; each operand is quantized once.
 
@@ -170,7 +180,8 @@ class Matmuls:
         """The tensors that the backward pass needs for the requested gradients."""
         saved: list[Tensor] = []
         for quantity, kept in self.schedule.kept:
-            saved.extend([self.matrices[quantity]] if kept is None else self.quantized(kept))
+            as_it_is = kept is None or has_codes(self.matrices[quantity], kept.operand)
+            saved.extend([self.matrices[quantity]] if as_it_is else self.quantized(kept))
         if self.averages is not None:
             saved.extend(self.absmax[quantity] for quantity in self.schedule.scaled)
         return saved
@@ -178,10 +189,11 @@ class Matmuls:
     def _restore(self, saved: Sequence[Tensor]) -> None:
         tensors = iter(saved)
         for quantity, kept in self.schedule.kept:
-            if kept is None:
-                self.matrices[quantity] = next(tensors)
+            first = next(tensors)
+            if kept is None or isinstance(first, Float8Weight):
+                self.matrices[quantity] = first
             else:
-                self.codes[kept] = next(tensors), next(tensors)
+                self.codes[kept] = first, next(tensors)
         if self.averages is not None:
             self.absmax.update(zip(self.schedule.scaled, tensors, strict=True))
 
@@ -208,6 +220,11 @@ class Matmuls:
         quantity, scaling, format = operand
         straight, transposed = self.schedule.orders[operand]
         matrix = self.matrix(quantity)
+        if isinstance(matrix, Float8Weight):
+            if has_codes(matrix, operand):
+                self._take_codes(operand, matrix)
+                return
+            matrix = matrix.dequantize()
         # Float64 columns are summed in float64.
         sums = quantity == "grad_output" and self.wants[2] and self.sums is None and matrix.dtype != torch.float64
         total: Tensor | None
@@ -229,6 +246,19 @@ class Matmuls:
             self.codes[transposed] = turned, scale
         if sums:
             self.sums = total
+
+    def _take_codes(self, operand: Operand, weight: Float8Weight) -> None:
+        """The codes that a weight consists of. Its scale is that of each of its rows and columns, too."""
+        straight, transposed = self.schedule.orders[operand]
+        rows, columns = weight.shape
+        shape = {"row": (rows, 1), "column": (1, columns), "tensor": (1, 1)}[operand.scaling]
+        scale = weight.scale.expand(shape).contiguous()
+        if self.averages is not None and operand.scaling == "tensor":
+            self.absmax[operand.quantity] = (weight.scale * LARGEST_CODE).expand(2).clone()
+        if straight is not None:
+            self.codes[straight] = weight.codes.contiguous(), scale
+        if transposed is not None:
+            self.codes[transposed] = weight.codes.t().contiguous(), scale
 
     def _average(self, quantity: Quantity) -> Tensor | None:
         """The absmax to use for the tensor's own, if above zero; in the backward pass the forward pass's."""

@@ -21,6 +21,7 @@ from narrowgauge.optim._plan import ParamPlan, SlotPlan
 from narrowgauge.optim._sharded_state import in_blocks
 from narrowgauge.optim._sharding import Shard, local
 from narrowgauge.storage import (
+    Float8Weight,
     StateContext,
     StateStorage,
     WeightStorage,
@@ -223,7 +224,8 @@ class StateReader:
         p = _narrow(self.p, low, key)
         source = _weight_storage_of(key.removeprefix("weight."), low, p)
         if source is None:
-            what = f"dropped {key!r} in {_name(low.dtype)}, which means nothing beside {_name(self.p.dtype)}"
+            beside = "a Float8Weight" if isinstance(self.p, Float8Weight) else _name(self.p.dtype)
+            what = f"dropped {key!r} in {_name(low.dtype)}, which means nothing beside {beside}"
             self.notes.add(what, name)
             return None
         if (torch.isnan(source.exact(p, low)) & torch.isfinite(p)).any():
@@ -339,6 +341,8 @@ def _narrow(p: Tensor, low: Tensor, key: str) -> Tensor:
 def _weight_storage_of(key: str, low: Tensor, p: Tensor) -> WeightStorage | None:
     """The storage whose low word beside p has this key and dtype."""
     for storage in map(weight_storage, weight_storages()):
+        if storage.float8 != isinstance(p, Float8Weight):
+            continue
         if storage.key == key and p.dtype in storage.dtypes and storage.low_dtype(p.dtype) == low.dtype:
             return storage
     return None

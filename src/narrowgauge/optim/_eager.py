@@ -43,7 +43,7 @@ from narrowgauge.optim._sharding import (
 from narrowgauge.optim._stats import UpdateStats
 from narrowgauge.optim._verdict import GradientReport, Verdict, inspect_gradients
 from narrowgauge.rules import Rule, Scalar, squared_ratio
-from narrowgauge.storage import StateStorage
+from narrowgauge.storage import Float8Weight, StateStorage
 from narrowgauge.storage._factored import FactoredState, factors, product
 
 # A moment in strict arithmetic.
@@ -409,7 +409,7 @@ def chunks(
     unit = math.lcm(_GRAIN, *(slot.block_size for slot in plan.slots))
     size = max(1, _CHUNK // unit) * unit
     flat = _flat_state(step) if p.is_cpu and n > size and p.is_contiguous() else None
-    if flat is None or not elementwise(plan, step.group):
+    if flat is None or plan.weight.float8 or not elementwise(plan, step.group):
         yield 0, step
         return
     param, grad = p.view(-1), step.grad.reshape(-1)
@@ -469,6 +469,7 @@ class EagerSteps:
         """Whether the list still holds: no gradient is sparse, no parameter has another dtype or device."""
         return all(
             (grad.layout, step.param.dtype, step.param.device) == (torch.strided, step.plan.kind[0], self._device)
+            and isinstance(step.param, Float8Weight) == step.plan.kind[2]
             for step, grad in zip(self.steps, grads, strict=True)
         )
 

@@ -635,7 +635,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
         found: dict[Tensor, Tensor] = {}
         for p, plan in self.plans():
             part, state = local(p.detach()), self.state.get(p)
-            wide = plan.exact(part, state)[0].to(torch.float32) if state else part.to(torch.float32, copy=True)
+            low = plan.weight.init(part) if not state else state.get(plan.weight_key or "")
+            wide = plan.weight.exact(part, low).to(torch.float32)
             found[p] = as_shared(p, wide) if is_shared(p) else wide
         return found
 

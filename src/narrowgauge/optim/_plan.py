@@ -18,6 +18,7 @@ from narrowgauge.optim._changes import KEPT, STORAGES
 from narrowgauge.optim._sharding import Shard, is_shared, shard_of
 from narrowgauge.rules import WEIGHT, Rule, Slot, has_terms
 from narrowgauge.storage import (
+    Float8Weight,
     StateContext,
     StateStorage,
     WeightStorage,
@@ -27,8 +28,8 @@ from narrowgauge.storage import (
     weight_storage,
 )
 
-# A parameter's dtype and the states that it is marked with.
-Kind = tuple[torch.dtype, str | None]
+# A parameter's dtype, the states that it is marked with, and whether it is a `Float8Weight`.
+Kind = tuple[torch.dtype, str | None, bool]
 State = dict[str, Tensor]
 REASON = "reason"  # a key beside a parameter's storages under KEPT: why it has these, for `describe()`
 PLAIN = (Tensor, torch.nn.Parameter)  # classes whose memory kernels may use
@@ -228,7 +229,8 @@ class ParamStep:
 
 
 def kind_of(p: Tensor) -> Kind:
-    """What a plan depends on besides the options: the parameter's dtype, and the states it is marked with.
+    """What a plan depends on besides the options: the parameter's dtype, the states it is marked with, and whether
+    it is a `Float8Weight`.
 
     A parameter of FSDP1 is refused; it may have been wrapped after its optimizer was made.
     """
@@ -237,20 +239,21 @@ def kind_of(p: Tensor) -> Kind:
             "params must be plain or of FSDP2 (torch.distributed.fsdp.fully_shard), got one that "
             "FullyShardedDataParallel (FSDP1) has flattened"
         )
-    return p.dtype, marked_states(p)
+    return p.dtype, marked_states(p), isinstance(p, Float8Weight)
 
 
 def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index: int) -> ParamPlan:
     """Decide one parameter's storages; a ValueError for a dtype or a combination that is not supported."""
-    dtype, mark = kind = kind_of(p)
+    dtype, mark, is_float8 = kind = kind_of(p)
     rule = rule.of_dim(p.dim())
     if dtype not in _DTYPES:
         raise ValueError(f"params must be float32, bfloat16 or float16, got {dtype} ({name})")
     strict = group["arithmetic"] == "strict"
-    own = own_storages(group, name, dtype)
+    own = own_storages(group, name, kind)
     asked, noted = own.pop("weights", group["weights"]), own.pop(REASON, None)
     try:
-        weight = weight_storage(automatic_weights(dtype, strict) if asked == "auto" else asked)
+        automatic = "fp8split8" if is_float8 else automatic_weights(dtype, strict)
+        weight = weight_storage(automatic if asked == "auto" else asked)
         storages, active = slot_storages(rule, group, own), rule.slots(group)
     except ValueError as error:  # a storage of its own is wrong; the group's have been checked
         raise ValueError(f"{error} ({name})") from None
@@ -261,6 +264,14 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
         raise ValueError(
             f"params must be {taken} for weights={weight.name!r}, got {dtype} ({name}){hint * is_shared(p)}"
         )
+    if weight.float8 and not is_float8:
+        what = "a DTensor, and must not be sharded" if is_shared(p) else f"{dtype}"
+        raise ValueError(
+            f"params must be a Float8Weight for weights={weight.name!r}, as "
+            f"narrowgauge.linear.to_float8_weights makes them, got {what} ({name})"
+        )
+    if is_float8 and not weight.float8:
+        raise ValueError(f"weights must be 'fp8split8' for a Float8Weight, got {weight.name!r} ({name})")
     if strict and not weight.rounded:
         raise ValueError(f"weights must be stored in floats for arithmetic='strict', got {weight.name!r}")
     shard = shard_of(p)
@@ -304,15 +315,17 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
     return ParamPlan(name, index, rule, weight, slots, tuple(plans.values()), strict, noted, kind, shard)
 
 
-def own_storages(group: Mapping[str, Any], name: str, dtype: torch.dtype | None = None) -> dict[str, str]:
+def own_storages(group: Mapping[str, Any], name: str, kind: Kind | None = None) -> dict[str, str]:
     """The storages that a parameter has in place of its group's: ``weights``, storages by slot, and the ``reason``.
 
-    A checkpoint may contain weights that `NarrowOptimizer.convert` chose for another dtype. If `dtype` is given,
-    weights that it does not have are left out.
+    A checkpoint may contain weights that `NarrowOptimizer.convert` chose for another dtype. If the parameter's
+    `kind` is given, weights that it does not have are left out.
     """
     changed = dict(group.get(STORAGES, {}).get(name, {}))
-    if dtype is not None and "weights" in changed and dtype not in weight_storage(changed["weights"]).dtypes:
-        del changed["weights"]
+    if kind is not None and "weights" in changed:
+        storage = weight_storage(changed["weights"])
+        if kind[0] not in storage.dtypes or storage.float8 != kind[2]:
+            del changed["weights"]
     return {**group.get(KEPT, {}).get(name, {}), **changed}
 
 

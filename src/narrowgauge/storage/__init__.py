@@ -1,7 +1,7 @@
 """Tensors kept in narrow formats: expansions, split words, codes with scales; weight and state storages."""
 
 from narrowgauge.kernels._codec import Codec, Word
-from narrowgauge.storage import _factored, _log_states  # noqa: F401  # register factored, log8 and log4
+from narrowgauge.storage import _factored, _float8_split, _log_states  # noqa: F401  # register theirs
 from narrowgauge.storage._blockwise import Quantized, quantize
 from narrowgauge.storage._expansion import (
     fast_two_sum,
@@ -13,6 +13,7 @@ from narrowgauge.storage._expansion import (
     two_prod_fma,
     two_sum,
 )
+from narrowgauge.storage._float8_weight import Float8Weight
 from narrowgauge.storage._quantiles import estimate_quantiles
 from narrowgauge.storage._states import (
     StateContext,
@@ -27,6 +28,7 @@ from narrowgauge.storage._weights import WeightStorage, automatic_weights, weigh
 
 __all__ = [
     "Codec",
+    "Float8Weight",
     "Quantized",
     "StateContext",
     "StateStorage",

@@ -55,12 +55,14 @@ class WeightStorage:
         dtypes: parameter dtypes it takes.
         key: name of the low word, or None if there is none.
         rounded: whether it has the arithmetic of `operand` and `add_rounded`.
+        float8: whether the parameter is a `Float8Weight`, whose scale depends on all elements.
     """
 
     name = "plain"
     dtypes: tuple[torch.dtype, ...] = (torch.float32, *_HALVES)
     key: str | None = None
     rounded = True
+    float8 = False
 
     def low_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         """Dtype of the low word beside a parameter of this dtype; None without one."""
@@ -79,6 +81,10 @@ class WeightStorage:
         """Bytes a parameter of this dtype costs beyond itself."""
         low = self.low_dtype(dtype)
         return low.itemsize if low is not None else 0
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the parameter itself, an element."""
+        return dtype.itemsize
 
     def init(self, p: Tensor) -> Tensor | None:
         """The low word of a parameter that has not been stepped yet."""
@@ -305,6 +311,11 @@ _STORAGES = {
 
 # What "auto" means: nothing of an update is lost, for the fewest bytes. float32 has nothing to make up for.
 _AUTO = {torch.float32: "plain", torch.bfloat16: "split8", torch.float16: "kahan"}
+
+
+def add_storage(storage: WeightStorage) -> None:
+    """Make a weight storage of another file known by its name."""
+    _STORAGES[storage.name] = storage
 
 
 def weight_storages() -> tuple[str, ...]:

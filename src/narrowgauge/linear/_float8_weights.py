@@ -1,0 +1,76 @@
+"""Weights of planned layers as the codes that their multiplies read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge._module_names import clean_name
+from narrowgauge.linear._module import LowPrecisionConv1D, LowPrecisionLinear
+from narrowgauge.linear._plan import MULTIPLIES, LinearPlan
+from narrowgauge.storage import Float8Weight
+from narrowgauge.storage._float8_weight import become
+
+
+def to_float8_weights(model: nn.Module) -> dict[str, str]:
+    """Make the weights of a model's float8 layers `Float8Weight` parameters, in place.
+
+    They are the weights of each `LowPrecisionLinear` and `LowPrecisionConv1D` whose plan multiplies them in e4m3
+    and in no other format of eight bits, unless another module has the same parameter. They stay the same objects,
+    so an optimizer may have them already. Layers then read the codes and quantize no weight; a plan's scaling of
+    the weight, by rows say, is replaced by the one scale that the weight has. What the codes do not hold of the
+    weights goes into the optimizer's first step.
+
+    Args:
+        model: the model, with its weights in bfloat16, where they will be trained.
+
+    Returns:
+        Why each other weight of a planned layer was left as it is, by name; empty if none was.
+
+    Raises:
+        ValueError: if no weight can be one.
+    """
+    chosen, kept = list[Tensor](), dict[str, str]()
+    for name, layer, p in _weights(model):
+        reason = _reason(p, layer.plan, [m for m in model.modules() if _has(m, p) and m is not layer])
+        if reason is None:
+            chosen.append(p)
+        else:
+            kept[name] = reason
+    converted = [p for p in chosen if not isinstance(p, Float8Weight)]
+    if not chosen:
+        why = f"; {next(iter(kept))}: {next(iter(kept.values()))}" if kept else ""
+        raise ValueError(f"model must have linear layers with a float8 plan for weights='fp8split8', got none{why}")
+    for p in converted:
+        become(p, Float8Weight.of(p))
+    return kept
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, LowPrecisionLinear | LowPrecisionConv1D, Tensor]]:
+    """(name, layer, weight) of the planned layers whose weight is a parameter of theirs."""
+    for place, layer in model.named_modules():
+        if isinstance(layer, LowPrecisionLinear | LowPrecisionConv1D):
+            p = layer._parameters.get(layer.WEIGHT)
+            if p is not None:
+                yield clean_name(f"{place}.{layer.WEIGHT}" if place else layer.WEIGHT), layer, p
+
+
+def _has(module: nn.Module, p: Tensor) -> bool:
+    return any(p is one for one in module.parameters(recurse=False))
+
+
+def _reason(p: Tensor, plan: LinearPlan, others: list[nn.Module]) -> str | None:
+    """Why a layer's weight cannot be a `Float8Weight`; None if it can."""
+    operands = [one for name in MULTIPLIES for one in plan.operands(name) or () if one.quantity == "weight"]
+    formats = dict.fromkeys(one.format for one in operands)
+    if list(formats) != ["e4m3"]:
+        return f"its plan multiplies it in {' and '.join(formats) or 'high precision'}, not in e4m3"
+    if hasattr(p, "to_local"):
+        return "it is sharded"
+    if p.dtype != torch.bfloat16:
+        return f"it is {str(p.dtype).removeprefix('torch.')}, not bfloat16"
+    if others:
+        return f"a {type(others[0]).__name__} has it too"
+    return None

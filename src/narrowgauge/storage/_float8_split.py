@@ -1,0 +1,58 @@
+"""The weight storage of float8 weights: the parameter is an e4m3 code, and the state has an int8 low word.
+
+Both are two bytes a parameter, in place of bfloat16's two and a low word. The rule sees twelve significant bits. An
+update is rounded to them stochastically: to nearest, weights would stand still at small learning rates, as weights
+of bfloat16 do. Code, low word and scale are described in `_float8_weight`.
+
+The scale is known only after the whole tensor has been updated. So a step computes all new weights in float32, takes
+the largest magnitude, keeps or chooses the scale, and then makes the words.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, bitwise_right_shift
+
+from narrowgauge.kernels._codec import Codec
+from narrowgauge.storage._float8_weight import Float8Weight, from_words, kept_scale, largest_of, to_words
+from narrowgauge.storage._weights import Noise, WeightStorage, Written, add_storage
+
+
+class Float8Split8(WeightStorage):
+    """An int8 low word beside a `Float8Weight`: a weight of twelve significant bits in two bytes."""
+
+    name = "fp8split8"
+    dtypes = (torch.bfloat16,)
+    key = "remainder"
+    rounded = False
+    float8 = True
+
+    def codec(self, dtype: torch.dtype) -> Codec | None:
+        return None
+
+    def low_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.int8
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        return 1
+
+    def init(self, p: Tensor) -> Tensor:
+        """What the weight has of low words; it is the same tensor, until the first update."""
+        assert isinstance(p, Float8Weight)
+        return torch.zeros_like(p.codes, dtype=torch.int8) if p.remainder is None else p.remainder
+
+    def read(self, p: Tensor, low: Tensor | None) -> Tensor:
+        assert isinstance(p, Float8Weight)
+        assert low is not None
+        # A weight that was written from outside has its own low words.
+        return from_words(p.codes, low if p.remainder is None else p.remainder, p.scale)
+
+    def add(self, p: Tensor, low: Tensor | None, weight: Tensor, delta: Tensor, noise: Noise) -> Written:
+        assert isinstance(p, Float8Weight)
+        updated = weight + delta
+        scale = kept_scale(largest_of(updated), p.scale)
+        codes, low = to_words(updated, scale, bitwise_right_shift(noise(), 20))
+        return Float8Weight(codes, scale), low
+
+
+add_storage(Float8Split8())

@@ -1,0 +1,389 @@
+"""A weight that *is* float8 codes: e4m3 and one power of two for the tensor; outside a bfloat16 tensor.
+
+A float8 matrix multiply rounds its weight to e4m3 whenever it reads it. `Float8Weight` keeps that rounding alone,
+a byte an element: the multiply takes the codes as they are, and everything else reads the bfloat16 number that a
+code stands for, which is exact (four significant bits times a power of two).
+
+**The low word.** The pattern of an e4m3 code without its sign, read as an integer, counts the numbers of the format,
+subnormals included. Eight more bits below it are the numbers of a format with 4 bits of exponent and 11 of fraction,
+which has twelve significant bits:
+
+    pattern = (code << 8) + low          low in [-128, 127], in 1/256 of the spacing at the weight
+
+Rounding a pattern to its upper bits (halves away from zero) gives the code, and what is left over is the low word.
+Code 0 takes no negative low word, NaN takes none at all.
+
+**The scale** is the value of the code 1. It is chosen so that the largest magnitude lies in [112, 224) codes, a
+factor of two below the largest code, 448. It stays until an update leaves [56, 448]; then it is chosen anew, and code
+and low word are made from the float32 weight. So weights that shrink keep their digits, and nothing saturates. The
+smallest scale is 2^-32: a tensor of zeros has it, and leaves it with its first update. The largest is 2^119, above
+which 448 codes would not be a float32.
+
+**Writes from outside** (`copy_`, a clamp, a loaded checkpoint) choose the scale anew and round to the nearest weight
+of twelve significant bits. What its code does not hold is kept in `remainder` until the optimizer takes it over at
+its next step, so weights that are converted or loaded before a training keep their digits.
+
+Operations return plain bfloat16 tensors. Of the same class are copies (`clone`, `detach`, `.to(device)`,
+`deepcopy`) and views (`t()`, slices), which share the codes: a write to a view is a write to the weight, whose
+scale it may change. `.to(dtype)` with another dtype, and ``p.data = x`` with a tensor that is not bfloat16 of the
+same shape, give plain tensors again. Infinities become NaN, because e4m3 has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, bitwise_left_shift, bitwise_right_shift
+from torch.utils._pytree import tree_map
+
+from narrowgauge._torch_private import unsubclassed, written_arguments
+
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-32, 2.0**119
+LARGEST_CODE = 448.0
+_NAN, _SIGN = 0x7F, 0x80
+_SPARE = 12  # bits of a float32's fraction beyond those of a weight
+NEAREST = 1 << (_SPARE - 1)  # in place of random bits: to the nearest weight
+_SMALLEST_NORMAL = 2.0**-6
+_REBIAS = 120 << 23  # between the exponents of float32 and e4m3
+
+aten = torch.ops.aten
+
+
+# Scales and words
+
+
+def scale_for(largest: Tensor) -> Tensor:
+    """The power of two by which a magnitude lies in [112, 224) codes, within the bounds of scales.
+
+    Args:
+        largest: float32, 0-d, finite: the largest magnitude of a tensor.
+    """
+    share, exponent = torch.frexp(largest)  # the magnitude is share 2^exponent, share in [1/2, 1)
+    exponent = exponent - 7 - (share < 0.875).to(torch.int32)
+    exponent = torch.where(largest > 0, exponent, -32).clamp(-32, 119)
+    return bitwise_left_shift(exponent + 127, 23).to(torch.int32).view(torch.float32)
+
+
+def kept_scale(largest: Tensor, scale: Tensor) -> Tensor:
+    """The present scale, or the one for a magnitude that lies outside [56, 448] codes of it."""
+    fits = (largest <= LARGEST_CODE * scale) & (largest >= 56 * scale)
+    return torch.where(fits, scale, scale_for(largest))
+
+
+def largest_of(x: Tensor) -> Tensor:
+    """The largest finite magnitude, float32, 0-d; 0 for no elements."""
+    magnitude = x.to(torch.float32).abs()
+    return torch.where(magnitude < torch.inf, magnitude, 0.0).amax() if x.numel() else magnitude.new_zeros(())
+
+
+def to_words(weight: Tensor, scale: Tensor, random: Tensor | int = NEAREST) -> tuple[Tensor, Tensor]:
+    """Codes and low words of weights, rounded to twelve significant bits of the scale's format.
+
+    Args:
+        weight: float32 tensor; magnitudes beyond 448 codes saturate.
+        scale: float32, 0-d.
+        random: twelve random bits an element for stochastic rounding, int32 or int64 of weight's shape; or
+            `NEAREST`.
+
+    Returns:
+        (codes, low): float8_e4m3fn and int8, of weight's shape. Infinity and NaN are NaN.
+    """
+    finite = torch.isfinite(weight)
+    scaled = torch.where(finite, weight, 0.0) * scale.reciprocal()
+    magnitude = scaled.abs().clamp(max=LARGEST_CODE)
+    # Adding the smallest normal number puts subnormals on a grid of fixed spacing.
+    subnormal = magnitude < _SMALLEST_NORMAL
+    pattern = torch.where(subnormal, magnitude + _SMALLEST_NORMAL, magnitude).view(torch.int32) - _REBIAS
+    pattern = pattern - subnormal.to(torch.int32) * (1 << 23)
+    pattern = bitwise_right_shift(pattern + random, _SPARE).to(torch.int32)
+    code = bitwise_right_shift(pattern + 0x80, 8)
+    low = pattern - bitwise_left_shift(code, 8)
+    code = torch.where(finite, code, _NAN) | torch.where(torch.signbit(weight), _SIGN, 0)
+    return code.to(torch.uint8).view(torch.float8_e4m3fn), torch.where(finite, low, 0).to(torch.int8)
+
+
+def from_words(codes: Tensor, low: Tensor, scale: Tensor) -> Tensor:
+    """The float32 weights of codes and low words; a low word that its code cannot have is cut off."""
+    code = codes.contiguous().view(torch.uint8).to(torch.int32)
+    bare, wide = code & _NAN, low.to(torch.int32)
+    pattern = bitwise_left_shift(bare, 8) + torch.where(bare == 0, wide.clamp_min(0), wide)
+    subnormal = pattern < 1 << 11
+    shifted = bitwise_left_shift(pattern + subnormal.to(torch.int32) * (1 << 11), _SPARE) + _REBIAS
+    magnitude = shifted.view(torch.float32) - torch.where(subnormal, _SMALLEST_NORMAL, 0.0)
+    magnitude = torch.where(bare == _NAN, torch.nan, magnitude * scale)
+    return torch.where(code >= _SIGN, -magnitude, magnitude)
+
+
+# The tensor
+
+
+class _Words:
+    """What a weight and its views share.
+
+    Attributes:
+        codes: float8_e4m3fn, of the weight's shape, dense.
+        scale: float32, 0-d.
+        remainder: int8, like codes: low words of weights that were written from outside; None if they are zero.
+    """
+
+    def __init__(self, codes: Tensor, scale: Tensor, remainder: Tensor | None) -> None:
+        self.codes, self.scale, self.remainder = codes, scale, remainder
+
+    def write(self, x: Tensor) -> None:
+        """Become the weights nearest to x, a float tensor of the codes' shape."""
+        self.scale.copy_(scale_for(largest_of(x)))
+        codes, low = to_words(x.to(torch.float32), self.scale)
+        self.codes.copy_(codes)
+        self.remainder = None if x.is_meta or not low.any() else torch.empty_like(self.codes, dtype=torch.int8)
+        if self.remainder is not None:
+            self.remainder.copy_(low)
+
+    def copy(self, other: _Words) -> None:
+        """Become the same words, bit for bit."""
+        self.scale.copy_(other.scale)
+        self.codes.copy_(other.codes)
+        kept = other.remainder
+        self.remainder = None if kept is None else kept.to(self.codes.device, copy=True)
+
+
+class Float8Weight(Tensor):
+    """A bfloat16 tensor that is kept as e4m3 codes and one power-of-two scale; see the module.
+
+    Args:
+        codes: float8_e4m3fn, dense.
+        scale: float32, of one element on the same device: a power of two from 2^-32 to 2^119.
+        remainder: int8 of the codes' shape: low words for the optimizer to take over, or None.
+
+    Raises:
+        ValueError: for tensors that are not so; what scale holds is not looked at.
+    """
+
+    _words: _Words
+    _codes: Tensor  # the words' codes, or a view of them
+
+    def __new__(cls, codes: Tensor, scale: Tensor, remainder: Tensor | None = None) -> Self:
+        if codes.dtype != torch.float8_e4m3fn:
+            raise ValueError(f"codes must be float8_e4m3fn, got {codes.dtype}")
+        if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != codes.device:
+            got = f"{scale.dtype} of shape {tuple(scale.shape)} on {scale.device}"
+            raise ValueError(f"scale must be one float32 on {codes.device}, got {got}")
+        if remainder is not None and (remainder.dtype != torch.int8 or remainder.shape != codes.shape):
+            got = f"{remainder.dtype} of shape {tuple(remainder.shape)}"
+            raise ValueError(f"remainder must be int8 of shape {tuple(codes.shape)}, got {got}")
+        return cls._of(_Words(codes, scale.reshape(()), remainder), codes)
+
+    @classmethod
+    def _of(cls, words: _Words, codes: Tensor) -> Self:
+        made: Self = Tensor._make_wrapper_subclass(
+            cls, codes.shape, strides=codes.stride(), storage_offset=codes.storage_offset(), dtype=torch.bfloat16,
+            device=codes.device, requires_grad=False,
+        )  # fmt: skip
+        made._words, made._codes = words, codes
+        return made
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, x: Tensor) -> Self:
+        """The weights nearest to a float tensor, of its shape and device, with what codes do not hold of them."""
+        x = x.detach()
+        codes = torch.empty_like(x, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format)
+        words = _Words(codes, torch.empty((), dtype=torch.float32, device=x.device), None)
+        words.write(x)
+        return cls._of(words, codes)
+
+    @property
+    def codes(self) -> Tensor:
+        """The codes: float8_e4m3fn, of the shape; shared, not copied."""
+        return self._codes
+
+    @property
+    def scale(self) -> Tensor:
+        """The value of the code 1: float32, 0-d; shared, not copied."""
+        return self._words.scale
+
+    @property
+    def remainder(self) -> Tensor | None:
+        """Low words of what was written from outside since the last step, int8, of the shape; None if zero."""
+        kept = self._words.remainder
+        return None if kept is None else self._part(kept)
+
+    def dequantize(self) -> Tensor:  # type: ignore[override]
+        """The codes' numbers, as a plain bfloat16 tensor."""
+        return self._codes.to(torch.bfloat16) * self.scale.to(torch.bfloat16)
+
+    def _part(self, whole: Tensor) -> Tensor:
+        """The part of a tensor like the words' codes that this is a view of."""
+        if self._codes is self._words.codes:
+            return whole
+        return whole.as_strided(self._codes.size(), self._codes.stride(), self._codes.storage_offset())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scale, and of a remainder while there is one."""
+        kept = self._words.remainder
+        return self._codes.nbytes + self.scale.nbytes + (self._codes.numel() if kept is not None else 0)
+
+    @property
+    def data(self) -> Tensor:
+        """As of any tensor. A bfloat16 tensor of the shape is written; after any other this is a plain tensor."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        fits = (value.dtype, value.device, value.shape) == (torch.bfloat16, self.device, self.shape)
+        with torch.no_grad():
+            if fits and not isinstance(value, Float8Weight):
+                self.detach().copy_(value)
+                return
+            become(self, value)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        of = f"shape={tuple(self.shape)}, device='{self.device}', requires_grad={self.requires_grad}"
+        return f"{type(self).__name__}({of})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        whole = self._codes is self._words.codes
+        codes = self._codes if whole else self._codes.clone()
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return _rebuilt, (codes, self.scale, self.remainder, self.requires_grad, is_parameter)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Mapping[str, Tensor], _: None, size: Any, stride: Any) -> Float8Weight:
+        return Float8Weight(inner["codes"], inner["scale"])
+
+    __torch_function__ = unsubclassed
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _OWN:
+            found = _OWN[func](func, args, kwargs)
+            if found is not NotImplemented:
+                return found
+        if func.is_view and func is not aten.view.dtype and isinstance(args[0], Float8Weight):
+            weight = args[0]
+            views = func(weight._codes, *args[1:], **kwargs)
+            return tree_map(lambda codes: cls._of(weight._words, codes), views)
+        return _plainly(func, args, kwargs)
+
+
+def _plainly(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """An operation on what codes stand for; the arguments that it writes to are encoded again."""
+    written = {id(x) for x in written_arguments(func, args, kwargs) if isinstance(x, Float8Weight)}
+    wholes: dict[int, tuple[_Words, Tensor]] = {}  # by the words' id, so that views of one weight are written once
+    plain: dict[int, Tensor] = {}
+    owners: dict[int, Tensor] = {}
+
+    def read(x: Any) -> Any:
+        if not isinstance(x, Float8Weight):
+            return x
+        if id(x) in plain:
+            return plain[id(x)]
+        if id(x) not in written:
+            plain[id(x)] = x.dequantize()
+        else:
+            words = x._words
+            if id(words) not in wholes:
+                wholes[id(words)] = words, Float8Weight._of(words, words.codes).dequantize()
+            plain[id(x)] = x._part(wholes[id(words)][1])
+            owners[id(plain[id(x)])] = x
+        return plain[id(x)]
+
+    result = func(*tree_map(read, args), **tree_map(read, dict(kwargs)))
+    for words, whole in wholes.values():
+        words.write(whole)
+    return tree_map(lambda x: owners.get(id(x), x), result)
+
+
+def become(x: Tensor, value: Tensor) -> None:
+    """Make a tensor, or a parameter, another tensor, of another class perhaps; it stays the same object.
+
+    Raises:
+        RuntimeError: if a graph or a weak reference refers to it.
+    """
+    made = torch.nn.Parameter(value, x.requires_grad) if isinstance(x, torch.nn.Parameter) else value
+    grad, x.grad = x.grad, None
+    torch.utils.swap_tensors(x, made)
+    if grad is not None and grad.shape == value.shape:
+        x.grad = grad.to(value.device, value.dtype)
+
+
+# Operations that keep the codes
+
+
+def _detach(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return Float8Weight._of(args[0]._words, args[0]._codes)
+
+
+def _copied(weight: Float8Weight, run: Callable[[Tensor], Tensor]) -> Float8Weight:
+    """A weight of copies of the words."""
+    kept = weight.remainder
+    codes = run(weight._codes)
+    scale = weight.scale.to(codes.device, copy=True)
+    return Float8Weight(codes, scale, None if kept is None else run(kept))
+
+
+def _clone(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return _copied(args[0], lambda x: func(x, **kwargs))
+
+
+def _to_copy(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    options = dict(kwargs)
+    if options.pop("dtype", None) not in (None, torch.bfloat16) or options.get("layout") not in (None, torch.strided):
+        return NotImplemented
+    return _copied(args[0], lambda x: func(x, **options))
+
+
+def _copy_(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    to, source = args[:2]
+    if not isinstance(to, Float8Weight) or to._codes is not to._words.codes:
+        return NotImplemented
+    if not isinstance(source, Float8Weight):
+        to._words.write(source.to(to.device, torch.float32).expand(to.shape))
+    elif source.shape != to.shape or source._codes is not source._words.codes:
+        return NotImplemented
+    elif source._words is not to._words:
+        to._words.copy(source._words)
+    return to
+
+
+def _where(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """One weight or the other, by a condition of one element."""
+    condition, *both = args
+    if condition.numel() != 1 or not all(isinstance(x, Float8Weight) for x in both) or both[0].shape != both[1].shape:
+        return NotImplemented
+    one, other = both
+    lows = [x.remainder for x in both]
+    if any(low is not None for low in lows):
+        lows = [torch.zeros_like(x.codes, dtype=torch.int8) if low is None else low for x, low in zip(both, lows)]
+    codes = torch.where(condition, one.codes.view(torch.uint8), other.codes.view(torch.uint8))
+    low = None if lows[0] is None else torch.where(condition, lows[0], lows[1])
+    scale = torch.where(condition.reshape(()), one.scale, other.scale)
+    return Float8Weight(codes.view(torch.float8_e4m3fn), scale, low)
+
+
+_OWN: dict[Any, Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]] = {
+    aten.detach.default: _detach,
+    aten.clone.default: _clone,
+    aten._to_copy.default: _to_copy,
+    aten.copy_.default: _copy_,
+    aten.where.self: _where,
+}
+
+
+def _rebuilt(
+    codes: Tensor, scale: Tensor, remainder: Tensor | None, requires_grad: bool, is_parameter: bool
+) -> Tensor:
+    made = Float8Weight(codes, scale, remainder)
+    return torch.nn.Parameter(made, requires_grad) if is_parameter else made.requires_grad_(requires_grad)
+
+
+# `torch.load` reads a file of them with weights_only=True, its default.
+torch.serialization.add_safe_globals([_rebuilt])
