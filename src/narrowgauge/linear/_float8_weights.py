@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 
 from narrowgauge._module_names import clean_name
@@ -24,7 +23,8 @@ def to_float8_weights(model: nn.Module) -> dict[str, str]:
     weights goes into the optimizer's first step.
 
     Args:
-        model: the model, with its weights in bfloat16, where they will be trained.
+        model: the model, where it will be trained. Its weights may have any float dtype; to the outside they become
+            bfloat16, which inputs and biases of their layers must be, too.
 
     Returns:
         Why each other weight of a planned layer was left as it is, by name; empty if none was.
@@ -48,6 +48,12 @@ def to_float8_weights(model: nn.Module) -> dict[str, str]:
     return kept
 
 
+def weight_formats(plan: LinearPlan) -> tuple[str, ...]:
+    """The formats in which a plan multiplies weights in eight bits."""
+    operands = (one for name in MULTIPLIES for one in plan.operands(name) or () if one.quantity == "weight")
+    return tuple(dict.fromkeys(one.format for one in operands))
+
+
 def _weights(model: nn.Module) -> Iterator[tuple[str, LowPrecisionLinear | LowPrecisionConv1D, Tensor]]:
     """(name, layer, weight) of the planned layers whose weight is a parameter of theirs."""
     for place, layer in model.named_modules():
@@ -63,14 +69,11 @@ def _has(module: nn.Module, p: Tensor) -> bool:
 
 def _reason(p: Tensor, plan: LinearPlan, others: list[nn.Module]) -> str | None:
     """Why a layer's weight cannot be a `Float8Weight`; None if it can."""
-    operands = [one for name in MULTIPLIES for one in plan.operands(name) or () if one.quantity == "weight"]
-    formats = dict.fromkeys(one.format for one in operands)
-    if list(formats) != ["e4m3"]:
+    formats = weight_formats(plan)
+    if formats != ("e4m3",):
         return f"its plan multiplies it in {' and '.join(formats) or 'high precision'}, not in e4m3"
     if hasattr(p, "to_local"):
         return "it is sharded"
-    if p.dtype != torch.bfloat16:
-        return f"it is {str(p.dtype).removeprefix('torch.')}, not bfloat16"
     if others:
         return f"a {type(others[0]).__name__} has it too"
     return None

@@ -17,6 +17,9 @@ import torch
 from torch import nn
 
 from narrowgauge._arguments import FloatDtype, check
+from narrowgauge.linear import LinearPlan, named_plan, swap_linears, to_float8_weights
+from narrowgauge.linear._float8_weights import weight_formats
+from narrowgauge.linear._swap import KEEP, output_heads
 from narrowgauge.optim import AdamW, NarrowOptimizer
 from narrowgauge.optim._changes import KEPT
 from narrowgauge.optim._groups import parted
@@ -39,6 +42,9 @@ class Recipe:
         letters: the paper's name for it, also accepted, or None.
         optimizer: the class of the optimizer.
         settings: arguments of the optimizer that the recipe sets, such as ``{"lr": 3e-5}``; see `with_settings`.
+        linear: the plan of the model's linear layers, or its name such as ``"TENSORWISE_FP8"``; None for none. With
+            ``weights="fp8split8"`` it is one that multiplies weights in e4m3: their weights are kept so, and all
+            other parameters as ``"auto"`` says.
     """
 
     name: str
@@ -49,12 +55,21 @@ class Recipe:
     letters: str | None = None
     optimizer: type[NarrowOptimizer] = AdamW
     settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    linear: LinearPlan | str | None = None
 
     def __post_init__(self) -> None:
         check("dtype", self.dtype, FloatDtype)
         if not issubclass(self.optimizer, NarrowOptimizer):
             raise TypeError(f"optimizer must be a class of narrowgauge.optim, got {self.optimizer.__name__}")
-        weight_storage(self.weights)
+        if isinstance(self.linear, str):
+            object.__setattr__(self, "linear", named_plan(self.linear))
+        if weight_storage(self.weights).float8 and self.float8_plan is None:
+            got = "None" if self.linear is None else repr(self.linear.title)  # type: ignore[union-attr]
+            raise ValueError(
+                f"linear must be a plan that multiplies weights in e4m3 for weights={self.weights!r}, got {got}"
+            )
+        if self.float8_plan is not None and self.dtype != torch.bfloat16:
+            raise ValueError(f"dtype must be torch.bfloat16 for weights={self.weights!r}, got {self.dtype}")
         for name in self.settings:
             if not self.takes(name):
                 taken = [each for each in _arguments(self.optimizer) if self.takes(each)]
@@ -93,16 +108,28 @@ class Recipe:
     @property
     def plans_layers(self) -> bool:
         """Whether the recipe has plans of linear layers; then no other plan goes with it."""
-        return False
+        return self.linear is not None
+
+    @property
+    def float8_plan(self) -> LinearPlan | None:
+        """The plan of the layers whose weights are kept as float8 codes; None if none are."""
+        plan = self.linear if isinstance(self.linear, LinearPlan) else None
+        reads = plan is not None and weight_formats(plan) == ("e4m3",)
+        return plan if reads and weight_storage(self.weights).float8 else None
 
     def swap_layers(self, model: nn.Module) -> None:
-        """Let linear layers compute by the recipe's plans, in place; most recipes have none.
+        """Let linear layers compute by the recipe's plans, in place; most recipes have none. Where their weights are
+        float8, they become so here.
 
         `apply` does that too. A model that is sharded by ``fully_shard`` must be swapped before it is sharded.
 
         Raises:
             ValueError: for a layer that the model does not have, or that cannot have a plan; see `swap_linears`.
         """
+        if isinstance(self.linear, LinearPlan):
+            swap_linears(model, self.linear, keep=output_heads(model) or KEEP)
+        if self.float8_plan is not None:
+            to_float8_weights(model)
 
     @property
     def low_bytes(self) -> float:
@@ -120,8 +147,9 @@ class Recipe:
         for _, states, share in self.ways():
             storages = slot_storages(self.optimizer.rule, {"states": states}).values()
             moments += share * sum(storage.nbytes(matrix, block_size) for storage in storages) / block_size**2
+        of_weights = sum(share * weight_storage(weights).weight_bytes(self.dtype) for weights, _, share in self.ways())
         return {
-            "weights": float(self.dtype.itemsize),
+            "weights": float(of_weights),
             "gradients": float(self.dtype.itemsize),
             "states": self.low_bytes + moments,
         }
@@ -225,6 +253,8 @@ class Recipe:
         self, around: Callable[..., Any] | None, params: list[Any], weights: str,
         states: str | Mapping[str, str], options: Mapping[str, Any],
     ) -> Any:  # fmt: skip
+        if weight_storage(weights).float8:  # for float8 weights; other parameters have their own
+            weights = "auto"
         # The named classes take more than their base.
         make: Callable[..., Any] = self.optimizer if around is None else partial(around, self.optimizer)
         with warnings.catch_warnings():  # who takes a recipe with plain weights has chosen them by name

@@ -148,7 +148,7 @@ class Traced:
             held["states"] += sum(rounded(int(size * part)) for size in moments)
             held["states"] += 2 * rounded(8) + _tables(plan, p.numel() * part)
             held["low words"] += rounded(int(p.numel() * plan.weight.bytes_added(p.dtype) * part))
-            held["gradients"] += rounded(int(p.nbytes * part))
+            held["gradients"] += rounded(int(p.numel() * p.dtype.itemsize * part))
         return held
 
     def host(self) -> dict[str, int]:
