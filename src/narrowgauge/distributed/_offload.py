@@ -34,6 +34,7 @@ from narrowgauge.optim._checkpoint import check_form
 from narrowgauge.optim._engine import refuse_sparse
 from narrowgauge.optim._optimizer import uncompiled
 from narrowgauge.optim._step_in_backward import on_gradient, refuse_other
+from narrowgauge.storage import Float8Weight
 
 from ._offload_buffers import HostBuffers, HostParameter
 
@@ -394,6 +395,10 @@ def _refuse_parameter(name: str, p: Tensor) -> None:
         raise ValueError(
             f"params: {name} must be a whole tensor, got a DTensor; with fully_shard(…, offload_policy="
             "CPUOffloadPolicy()) shards are on the CPU, and every optimizer steps them there"
+        )
+    if isinstance(p, Float8Weight):
+        raise ValueError(
+            f"params: {name} must be a plain tensor, got a Float8Weight: of weights='fp8split8' the host has no copy"
         )
     if p.device.type not in ("cpu", "cuda"):
         raise ValueError(f"params: {name} must be on a CUDA device or the CPU, got {p.device}")

@@ -27,6 +27,7 @@ from narrowgauge.optim._checkpoint_foreign import VERSION, VERSION_KEY, export_t
 from narrowgauge.optim._describe import Description, describe
 from narrowgauge.optim._eager import check_terms
 from narrowgauge.optim._engine import Engine, Measured, StalePlanError
+from narrowgauge.optim._float8_convert import change_class
 from narrowgauge.optim._options import (
     LIMIT,
     Options,
@@ -48,7 +49,7 @@ from narrowgauge.optim._stats import StepStats
 from narrowgauge.optim._tracing import elementwise
 from narrowgauge.optim._verdict import Arrival, StepRequest, Unscaling, clipping
 from narrowgauge.rules import Rule, cautious, clipped
-from narrowgauge.storage import mark_states, marked_states, weight_storage
+from narrowgauge.storage import WeightStorage, mark_states, marked_states, weight_storage
 
 _MARKS = "marks"
 
@@ -274,6 +275,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
             p: the parameter.
             **storages: ``weights``, and moments by slot: ``convert(p, weights="split8", m="log8")``.
 
+        To ``weights="fp8split8"`` and from it the parameter itself changes: it becomes a `Float8Weight`, or a plain
+        tensor again, and stays the same object.
+
         Raises:
             ValueError: for a parameter of no group, and a storage that it cannot have; nothing is changed then.
         """
@@ -283,6 +287,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         name, before = self.plan_of(p).name, dict(group)
         if "weights" in storages and p.dtype not in weight_storage(storages["weights"]).dtypes:
             raise ValueError(f"weights must be a storage for {p.dtype} ({name}), got {storages['weights']!r}")
+        undo = self._change_class(p, weight_storage(storages["weights"]), group) if "weights" in storages else None
         own = group.get(STORAGES, {})
         group[STORAGES] = {**own, name: {**own.get(name, {}), **storages}}
         try:
@@ -290,7 +295,20 @@ class NarrowOptimizer(torch.optim.Optimizer):
         except ValueError:
             group.clear()
             group.update(before)
+            if undo is not None:
+                undo()
             raise
+
+    def _change_class(self, p: Tensor, target: WeightStorage, group: dict[str, Any]) -> Callable[[], None] | None:
+        """Make p a `Float8Weight`, or a plain tensor, where its new weight storage asks for that; what undoes it."""
+        plan = self.plan_of(p)
+        if target.float8 == plan.weight.float8:
+            return None
+        if self.in_backward is not None:
+            raise ValueError(f"weights must not become {target.name!r} while parameters are stepped in backward")
+        if not self.state.get(p):
+            self.state[p] = plan.init(p, group)
+        return change_class(p, plan, self.state[p], target)
 
     def plans(self, lazy: bool = False) -> list[tuple[Tensor, ParamPlan]]:
         """All parameters and their plans, in the order of the groups.

@@ -11,6 +11,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from narrowgauge.storage import Float8Weight
+
 from ._extras import add_unfolded, folded_state, unfolded, unties
 from ._models import SPECIAL, Objective
 
@@ -28,7 +32,7 @@ def export_model(model: Any, folder: Path) -> tuple[str, ...]:
     from safetensors.torch import save_file
     from transformers.utils import logging
 
-    state = {name: tensor.detach().contiguous() for name, tensor in folded_state(model).items()}
+    state = {name: _plain(tensor.detach()) for name, tensor in folded_state(model).items()}
     beside, kinds = unfolded(model)
     apart = {name: state.pop(name) for name in beside}
     (folder / ADDITIONS).unlink(missing_ok=True)
@@ -53,6 +57,11 @@ def export_model(model: Any, folder: Path) -> tuple[str, ...]:
     # One entry: several would be written in any order.
     save_file(apart, folder / ADDITIONS, {"added": json.dumps(kinds)})
     return (f"{' and '.join(kinds)}: in {ADDITIONS}; {NEEDS_LOADER}",)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """A contiguous tensor of torch's own class: safetensors writes no others."""
+    return x.dequantize() if isinstance(x, Float8Weight) else x.contiguous()
 
 
 def load_model(folder: Path | str) -> Any:

@@ -29,9 +29,11 @@ from narrowgauge.optim import NarrowOptimizer, QuantizedGradients
 from narrowgauge.optim._changes import KEPT, STORAGES
 from narrowgauge.optim._plan import unique_names
 from narrowgauge.optim._sharded_state import Chunks, in_blocks
+from narrowgauge.storage import Float8Weight
 
 from ._format import DTYPE_NAMES, Manifest, decode_value, encode_value, tensor_keys
 
+_SCALE, _REMAINDER = ".scale", ".remainder"  # after the name of a Float8Weight
 # Tensors in blocks of one parameter's state: their keys among the manifest's tensors.
 BlockKeys = dict[str, str]
 
@@ -51,16 +53,48 @@ class Snapshot:
     own: set[str]
 
 
-def model_state(model: nn.Module) -> dict[str, Any]:
-    """A model's state_dict, by names without wrappers."""
-    return {clean_name(name): value for name, value in unwrap_model(model).state_dict().items()}
+def model_state(model: nn.Module, remainders: bool = False) -> dict[str, Any]:
+    """A model's state_dict, by names without wrappers.
+
+    A `Float8Weight` is its codes, by its name, and ``NAME.scale``; with `remainders` also ``NAME.remainder``, if it
+    has one.
+    """
+    found: dict[str, Any] = {}
+    for wrapped, value in unwrap_model(model).state_dict().items():
+        name = clean_name(wrapped)
+        if not isinstance(value, Float8Weight):
+            found[name] = value
+            continue
+        found |= {name: value.codes, name + _SCALE: value.scale}
+        if remainders and value.remainder is not None:
+            found[name + _REMAINDER] = value.remainder
+    return found
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Load what `model_state` names."""
     bare = unwrap_model(model)
-    names = {clean_name(name): name for name in bare.state_dict()}
-    bare.load_state_dict({names[name]: value for name, value in state.items()})
+    joined = joined_state(state)
+    bare.load_state_dict({name: joined[clean_name(name)] for name in bare.state_dict()})
+
+
+def joined_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What `model_state` gives as a state_dict: the parts of a `Float8Weight` are one again."""
+    parts = set(float8_parts(state))
+    return {
+        name: Float8Weight(value, state[name + _SCALE], state.get(name + _REMAINDER))
+        if name + _SCALE in parts
+        else value
+        for name, value in state.items()
+        if name not in parts
+    }
+
+
+def float8_parts(state: Mapping[str, Any]) -> list[str]:
+    """The names in a `model_state` of scales and remainders of float8 weights."""
+    ends = (_SCALE, _REMAINDER)
+    return [name for name in state for end in ends if name.endswith(end) and f"{name.removesuffix(end)}{_SCALE}" in state
+            and name.removesuffix(end) in state]
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
@@ -85,7 +119,7 @@ def snapshot(
 ) -> Snapshot:
     """Everything that goes into a checkpoint; nothing is copied. A ValueError names what cannot be saved."""
     tensors: dict[str, Tensor] = {}
-    state = model_state(model).items()
+    state = model_state(model, remainders=True).items()
     values: dict[str, Any] = {
         "model": {"dict": [[k, encode_value(v, f"model[{k!r}]", f"model/{k}", tensors)] for k, v in state]},
         "optimizer": None if optimizer is None else _optimizer_values(model, optimizer, tensors),
