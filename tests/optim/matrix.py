@@ -64,6 +64,8 @@ def taken(rule: str, weights: str, states: str, arithmetic: str, dtype: torch.dt
     fits = dtype in weight_storage(weights).dtypes
     # Without momentum there is no state to be rounded.
     rounded = weight_storage(weights).rounded and (state_storage(states).rounded or rule == "sgd-bare")
+    if weight_storage(weights).float8 and rule == "schedule-free":  # writes to parameters between steps
+        return False
     if RECORDS[rule].few and not EVERYTHING and not {weights, states} <= set(FEW):
         return False
     return fits and (arithmetic == "fp32" or rounded)

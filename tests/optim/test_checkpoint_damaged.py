@@ -6,9 +6,10 @@ import itertools
 import pytest
 import torch
 from checkpoint_runs import drive, everything, model, same
+from float8_parameters import PLAIN_STORAGES
 
 from narrowgauge.optim import SGD, Adam, AdamW, Lion, NarrowOptimizer, StableAdamW
-from narrowgauge.storage import state_storages, weight_storages
+from narrowgauge.storage import state_storages
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -68,7 +69,7 @@ def test_a_low_word_that_is_nan_is_refused_beside_a_finite_weight(weights: str) 
 
 
 @pytest.mark.parametrize(
-    ("states", "weights"), list(zip(state_storages(), itertools.cycle(weight_storages()), strict=False))
+    ("states", "weights"), list(zip(state_storages(), itertools.cycle(PLAIN_STORAGES), strict=False))
 )
 @pytest.mark.parametrize("cls", [AdamW, Lion])
 def test_what_comes_of_infinite_gradients_loads(cls: type, states: str, weights: str) -> None:

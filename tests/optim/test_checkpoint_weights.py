@@ -6,11 +6,12 @@ import warnings
 import pytest
 import torch
 from checkpoint_runs import drive, model
+from float8_parameters import PLAIN_STORAGES
 
 from narrowgauge.formats import BF16, FP16, FloatFormat
 from narrowgauge.optim import AdamW, NarrowOptimizer
 from narrowgauge.optim._checkpoint_convert import low_word
-from narrowgauge.storage import weight_storage, weight_storages
+from narrowgauge.storage import weight_storage
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -21,7 +22,7 @@ def weights(optimizer: NarrowOptimizer) -> dict[str, torch.Tensor]:
 
 WEIGHTS = [
     (old, new, dtype)
-    for old, new in itertools.product(weight_storages(), repeat=2)
+    for old, new in itertools.product(PLAIN_STORAGES, repeat=2)
     for dtype in (torch.bfloat16, torch.float16)
     if dtype in weight_storage(old).dtypes and dtype in weight_storage(new).dtypes
 ]
@@ -64,7 +65,7 @@ def test_a_low_word_is_found_for_every_parameter_and_offset(fmt: FloatFormat) ->
     dtype = torch.bfloat16 if fmt is BF16 else torch.float16
     p = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     p = p[torch.isfinite(p)]
-    for storage in (weight_storage(name) for name in weight_storages()):
+    for storage in (weight_storage(name) for name in PLAIN_STORAGES):
         if storage.key is None or dtype not in storage.dtypes:
             continue
         for share in (-0.5, -0.3, -(2.0**-12), 0.0, 0.1, 0.499, 0.5):

@@ -8,9 +8,10 @@ import weakref
 
 import pytest
 import torch
+from float8_parameters import PLAIN_STORAGES
 
 from narrowgauge.optim import LAMB, SGD, Adagrad, AdamW, AdamW8bit, Muon, NarrowOptimizer
-from narrowgauge.storage import mark_states, state_storages, weight_storages
+from narrowgauge.storage import mark_states, state_storages
 
 SHAPE = (33, 40)
 
@@ -62,7 +63,7 @@ def test_states_become_what_a_checkpoint_would_become(old: str, new: str) -> Non
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize(("old", "new"), neighbors(weight_storages()))
+@pytest.mark.parametrize(("old", "new"), neighbors(PLAIN_STORAGES))
 def test_low_words_become_what_a_checkpoints_would_become(old: str, new: str) -> None:
     p, optimizer = made(states="bf16", weights=old)
     drive(p, optimizer, range(3))

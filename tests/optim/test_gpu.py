@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from float8_parameters import kept_as
+
 from narrowgauge.optim import AdamW
 from narrowgauge.storage import state_storage, state_storages, weight_storage, weight_storages
 from pairwise import cases
@@ -25,7 +27,7 @@ CASES = [
 def make(device: str, case, **options) -> tuple[torch.nn.Parameter, AdamW]:
     weights, states, arithmetic, dtype = case
     start = torch.randn(64, 130, generator=torch.Generator().manual_seed(0))
-    p = torch.nn.Parameter(start.to(dtype).to(device))
+    p = torch.nn.Parameter(kept_as(start.to(dtype).to(device), weights))
     return p, AdamW([("p", p)], weights=weights, states=states, arithmetic=arithmetic, **options)
 
 

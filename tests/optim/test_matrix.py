@@ -4,6 +4,7 @@ import io
 
 import pytest
 import torch
+from float8_parameters import kept_as
 from matrix import ARITHMETICS, CASES, DTYPES, RECORDS, Case, taken
 
 from narrowgauge import optim
@@ -21,7 +22,7 @@ STATES_ERROR = {
 def make(case: Case, size=(40, 110), **options) -> tuple[torch.nn.Parameter, optim.NarrowOptimizer]:
     rule, weights, states, arithmetic, dtype = case
     start = 1.0 + 0.1 * torch.randn(size, generator=torch.Generator().manual_seed(0))
-    p = torch.nn.Parameter(start.to(dtype))
+    p = torch.nn.Parameter(kept_as(start.to(dtype), weights))
     options = RECORDS[rule].options | {"weights": weights, "states": states, "arithmetic": arithmetic} | options
     return p, getattr(optim, RECORDS[rule].name)([("p", p)], **options)
 
@@ -51,7 +52,7 @@ def test_training_follows_fp32_as_far_as_the_weight_storage_can(case: Case) -> N
     if weights == "plain" and dtype != torch.float32:
         # Bare words lose steps below half a unit: in bf16 most of these, in fp16 some. No more is promised.
         assert torch.isfinite(p).all()
-    elif weights == "stochastic":
+    elif weights in ("stochastic", "fp8split8"):
         assert abs(float(moved.mean() / wanted.mean()) - 1) < 0.05
     else:
         # Measured: split8 up to 0.0073 (Lion), all others up to 0.0025.
@@ -88,7 +89,8 @@ def test_zero_gradients_move_nothing_in_100_steps_without_decay(case: Case) -> N
         p.grad[:20] = 0.01
         optimizer.step()
     assert torch.equal(p.detach()[20:], start[20:]) or case[0] == "muon"
-    assert not torch.equal(p.detach()[:20], start[:20]) or case[1] == "plain"
+    # The codes of float8 are far apart.
+    assert not torch.equal(p.detach()[:20], start[:20]) or case[1] in ("plain", "fp8split8")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from float8_parameters import PLAIN_STORAGES
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -20,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from narrowgauge import rules
 from narrowgauge.distributed import CPUOffload
 from narrowgauge.optim import ScheduleFreeAdamW, step_in_backward
-from narrowgauge.storage import weight_storage, weight_storages
+from narrowgauge.storage import weight_storage
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -87,7 +88,7 @@ def test_eval_gives_the_average() -> None:
     assert float((x[0] - y[0]).abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("weights", weight_storages())
+@pytest.mark.parametrize("weights", PLAIN_STORAGES)
 def test_there_and_back_keeps_every_bit(weights: str) -> None:
     dtype = torch.bfloat16 if torch.bfloat16 in weight_storage(weights).dtypes else torch.float32
     through, beside = made(dtype, weights=weights, lr=0.1), made(dtype, weights=weights, lr=0.1)

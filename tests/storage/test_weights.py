@@ -6,7 +6,7 @@ import torch
 from narrowgauge.formats import FloatFormat, random_bits
 from narrowgauge.storage import weight_storage, weight_storages
 
-NAMES = weight_storages()
+NAMES = tuple(name for name in weight_storages() if not weight_storage(name).float8)
 WITH_LOW = [name for name in NAMES if weight_storage(name).key is not None]
 PAIRS = [(name, dtype) for name in NAMES for dtype in weight_storage(name).dtypes]
 
@@ -97,7 +97,7 @@ def test_unknown_names_are_refused_with_a_list() -> None:
         weight_storage("kahn")
 
 
-@pytest.mark.parametrize("name", weight_storages())
+@pytest.mark.parametrize("name", NAMES)
 def test_a_codec_has_the_low_word(name: str) -> None:
     storage = weight_storage(name)
     for dtype in storage.dtypes:

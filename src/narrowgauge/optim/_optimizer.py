@@ -248,6 +248,11 @@ class NarrowOptimizer(torch.optim.Optimizer):
             plan = plans[p] = plan_param(self.rule_for(group), group, p, name, index)
             if plan.shard is not None:
                 check_terms(plan.rule, group, p.dim())
+            if plan.weight.float8 and self.writes_weights:
+                raise ValueError(
+                    f"weights must not be {plan.weight.name!r} for {type(self).__name__}, which writes to parameters "
+                    f"between steps ({name})"
+                )
             if plan.weight.name == "plain" and p.dtype != torch.float32 and not self._has_warned:
                 self._has_warned = True
                 warnings.warn(what_plain_loses(p.dtype, group["lr"]), stacklevel=_users_level())
