@@ -6,8 +6,8 @@ import itertools
 import pytest
 import torch
 from checkpoint_runs import drive, everything, model, same
-from float8_parameters import PLAIN_STORAGES
 
+from float8_parameters import PLAIN_STORAGES
 from narrowgauge.optim import SGD, Adam, AdamW, Lion, NarrowOptimizer, StableAdamW
 from narrowgauge.storage import state_storages
 

@@ -6,8 +6,8 @@ import warnings
 import pytest
 import torch
 from checkpoint_runs import drive, model
-from float8_parameters import PLAIN_STORAGES
 
+from float8_parameters import PLAIN_STORAGES
 from narrowgauge.formats import BF16, FP16, FloatFormat
 from narrowgauge.optim import AdamW, NarrowOptimizer
 from narrowgauge.optim._checkpoint_convert import low_word

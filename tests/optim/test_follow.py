@@ -8,8 +8,8 @@ import weakref
 
 import pytest
 import torch
-from float8_parameters import PLAIN_STORAGES
 
+from float8_parameters import PLAIN_STORAGES
 from narrowgauge.optim import LAMB, SGD, Adagrad, AdamW, AdamW8bit, Muon, NarrowOptimizer
 from narrowgauge.storage import mark_states, state_storages
 

@@ -12,10 +12,10 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: kernels cannot run, not even interpreted")
 
-from float8_parameters import PLAIN_STORAGES
 from fused_runs import parameters
 from test_dispatch import Pair
 
+from float8_parameters import PLAIN_STORAGES
 from narrowgauge import optim
 from narrowgauge.kernels import _cuda_graphs
 from narrowgauge.kernels._step import _launch, _stats

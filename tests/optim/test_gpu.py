@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from float8_parameters import kept_as
-
 from narrowgauge.optim import AdamW
 from narrowgauge.storage import state_storage, state_storages, weight_storage, weight_storages
 from pairwise import cases

@@ -4,9 +4,9 @@ import io
 
 import pytest
 import torch
-from float8_parameters import kept_as
 from matrix import ARITHMETICS, CASES, DTYPES, RECORDS, Case, taken
 
+from float8_parameters import kept_as
 from narrowgauge import optim
 from narrowgauge.optim import AdamW
 from narrowgauge.storage import state_storages, weight_storage, weight_storages

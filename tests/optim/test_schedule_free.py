@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from float8_parameters import PLAIN_STORAGES
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from float8_parameters import PLAIN_STORAGES
 from narrowgauge import rules
 from narrowgauge.distributed import CPUOffload
 from narrowgauge.optim import ScheduleFreeAdamW, step_in_backward

@@ -121,7 +121,8 @@ def test_weights_that_grow_and_shrink_keep_twelve_bits() -> None:
     for size in [10.0**n for n in (*range(-6, 9), *range(9, -7, -1))]:
         wanted = size * shape
         weight = STORAGE.read(p, low)
-        p, low = STORAGE.add(p, low, weight, wanted - weight, lambda: nearest(p))
+        random = nearest(p)
+        p, low = STORAGE.add(p, low, weight, wanted - weight, lambda random=random: random)
         scales.add(float(p.scale))
         error = (STORAGE.read(p, low).double() - wanted.double()).abs()
         assert (error <= 2.0**-12 * wanted.abs() + p.scale.double() * 2.0**-18 + 2.0**-20 * size).all()
@@ -160,7 +161,7 @@ def test_outside_it_is_a_bfloat16_tensor_of_the_codes_numbers() -> None:
         assert type(result) is Tensor
     assert torch.equal(w.float(), plain.float())
     assert torch.equal(w @ w.t(), plain @ plain.t())
-    assert w.nbytes == w.numel() * 2 + 4  # codes, remainder, scale
+    assert w.nbytes == w.numel() * 2 + 4  # codes, low words, scale
 
 
 def test_a_parameter_of_it_has_ordinary_gradients() -> None:
@@ -190,7 +191,7 @@ def test_writes_encode_again_and_choose_the_scale() -> None:
     nn.init.normal_(p, std=1e-3)
     p.data.zero_()
     assert not p.any()
-    assert p.remainder is None
+    assert p.low is None
     p.data = torch.ones(12, 8, dtype=torch.bfloat16)
     assert isinstance(p, Float8Weight)
     assert p.eq(1).all()
@@ -221,7 +222,7 @@ def test_what_codes_do_not_hold_stays_until_the_optimizer_takes_it() -> None:
     x = sample()
     p = nn.Parameter(Float8Weight.of(x))
     low = STORAGE.init(p)
-    assert low is p.remainder
+    assert low is p.low
     assert ((STORAGE.read(p, low) - x).abs() <= 2.0**-12 * x.abs() + p.scale * 2.0**-18).all()
     # Words from outside win over those of the state.
     stale = torch.full(p.shape, 100, dtype=torch.int8)
@@ -229,15 +230,15 @@ def test_what_codes_do_not_hold_stays_until_the_optimizer_takes_it() -> None:
     new, _ = STORAGE.add(p, low, STORAGE.read(p, low), torch.zeros(p.shape), lambda: nearest(p))
     with torch.no_grad():
         p.copy_(new)
-    assert p.remainder is None
+    assert p.low is None
     assert p.nbytes == p.numel() + 4
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
     assert isinstance(a, Float8Weight)
     assert isinstance(b, Float8Weight)
-    remainders = [x.remainder if x.remainder is not None else torch.zeros(()) for x in (a, b)]
-    words = (a.codes.view(torch.uint8), b.codes.view(torch.uint8)), (a.scale, b.scale), remainders
+    lows = [x.low if x.low is not None else torch.zeros(()) for x in (a, b)]
+    words = (a.codes.view(torch.uint8), b.codes.view(torch.uint8)), (a.scale, b.scale), lows
     return all(torch.equal(one, other) for one, other in words) and a.requires_grad == b.requires_grad
 
 
@@ -290,7 +291,10 @@ def test_wrong_words_are_refused() -> None:
     for given, message in (
         ((torch.zeros(3, 2), ONE), "codes must be float8_e4m3fn, got torch.float32"),
         ((codes, torch.ones(2)), r"scale must be one float32 on cpu, got torch.float32 of shape \(2,\) on cpu"),
-        ((codes, ONE, torch.zeros(3)), r"remainder must be int8 of shape \(3, 2\), got torch.float32 of shape \(3,\)"),
+        (
+            (codes, ONE, torch.zeros(3)),
+            r"low must be int8 of shape \(3, 2\), got torch.float32 of shape \(3,\)",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             Float8Weight(*given)

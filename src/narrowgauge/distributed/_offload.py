@@ -398,7 +398,8 @@ def _refuse_parameter(name: str, p: Tensor) -> None:
         )
     if isinstance(p, Float8Weight):
         raise ValueError(
-            f"params: {name} must be a plain tensor, got a Float8Weight: of weights='fp8split8' the host has no copy"
+            f"params: {name} must be a plain tensor, got a Float8Weight: weights='fp8split8' have no copy on the "
+            "host"
         )
     if p.device.type not in ("cpu", "cuda"):
         raise ValueError(f"params: {name} must be on a CUDA device or the CPU, got {p.device}")

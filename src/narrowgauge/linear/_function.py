@@ -238,7 +238,7 @@ def _backward(
 
 
 def _codes_of(x: Tensor) -> Tensor:
-    """The codes that kernels read of a `Float8Weight`; any other tensor itself. Passes with one are not recorded."""
+    """The codes of a `Float8Weight`, whose passes are not recorded; any other tensor itself."""
     return x.codes if isinstance(x, Float8Weight) else x
 
 

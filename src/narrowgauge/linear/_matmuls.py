@@ -180,8 +180,10 @@ class Matmuls:
         """The tensors that the backward pass needs for the requested gradients."""
         saved: list[Tensor] = []
         for quantity, kept in self.schedule.kept:
-            as_it_is = kept is None or has_codes(self.matrices[quantity], kept.operand)
-            saved.extend([self.matrices[quantity]] if as_it_is else self.quantized(kept))
+            if kept is None or has_codes(self.matrices[quantity], kept.operand):
+                saved.append(self.matrices[quantity])
+            else:
+                saved.extend(self.quantized(kept))
         if self.averages is not None:
             saved.extend(self.absmax[quantity] for quantity in self.schedule.scaled)
         return saved

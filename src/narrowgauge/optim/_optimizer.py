@@ -250,8 +250,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 check_terms(plan.rule, group, p.dim())
             if plan.weight.float8 and self.writes_weights:
                 raise ValueError(
-                    f"weights must not be {plan.weight.name!r} for {type(self).__name__}, which writes to parameters "
-                    f"between steps ({name})"
+                    f"weights must not be {plan.weight.name!r} for {type(self).__name__}, which writes to "
+                    f"parameters between steps ({name})"
                 )
             if plan.weight.name == "plain" and p.dtype != torch.float32 and not self._has_warned:
                 self._has_warned = True
@@ -305,7 +305,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
             raise
 
     def _change_class(self, p: Tensor, target: WeightStorage, group: dict[str, Any]) -> Callable[[], None] | None:
-        """Make p a `Float8Weight`, or a plain tensor, where its new weight storage asks for that; what undoes it."""
+        """Make p a `Float8Weight`, or a plain tensor, if its new storage asks for that. Returns what undoes it."""
         plan = self.plan_of(p)
         if target.float8 == plan.weight.float8:
             return None

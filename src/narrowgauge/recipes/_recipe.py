@@ -64,7 +64,7 @@ class Recipe:
         if isinstance(self.linear, str):
             object.__setattr__(self, "linear", named_plan(self.linear))
         if weight_storage(self.weights).float8 and self.float8_plan is None:
-            got = "None" if self.linear is None else repr(self.linear.title)  # type: ignore[union-attr]
+            got = "None" if self.linear is None else repr(self.linear.title)
             raise ValueError(
                 f"linear must be a plan that multiplies weights in e4m3 for weights={self.weights!r}, got {got}"
             )
@@ -118,8 +118,9 @@ class Recipe:
         return plan if reads and weight_storage(self.weights).float8 else None
 
     def swap_layers(self, model: nn.Module) -> None:
-        """Let linear layers compute by the recipe's plans, in place; most recipes have none. Where their weights are
-        float8, they become so here.
+        """Let linear layers compute by the recipe's plans, in place; most recipes have none.
+
+        Weights that are kept as float8 codes become so here.
 
         `apply` does that too. A model that is sharded by ``fully_shard`` must be swapped before it is sharded.
 
@@ -147,9 +148,9 @@ class Recipe:
         for _, states, share in self.ways():
             storages = slot_storages(self.optimizer.rule, {"states": states}).values()
             moments += share * sum(storage.nbytes(matrix, block_size) for storage in storages) / block_size**2
-        of_weights = sum(share * weight_storage(weights).weight_bytes(self.dtype) for weights, _, share in self.ways())
+        each = [share * weight_storage(weights).weight_bytes(self.dtype) for weights, _, share in self.ways()]
         return {
-            "weights": float(of_weights),
+            "weights": float(sum(each)),
             "gradients": float(self.dtype.itemsize),
             "states": self.low_bytes + moments,
         }

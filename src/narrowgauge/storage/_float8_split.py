@@ -4,8 +4,8 @@ Both are two bytes a parameter, in place of bfloat16's two and a low word. The r
 update is rounded to them stochastically: to nearest, weights would stand still at small learning rates, as weights
 of bfloat16 do. Code, low word and scale are described in `_float8_weight`.
 
-The scale is known only after the whole tensor has been updated. So a step computes all new weights in float32, takes
-the largest magnitude, keeps or chooses the scale, and then makes the words.
+The scale is known only after the whole tensor has been updated. So a step computes all new weights in float32,
+takes the largest magnitude, keeps or chooses the scale, and then makes the words.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Float8Split8(WeightStorage):
 
     name = "fp8split8"
     dtypes = (torch.bfloat16,)
-    key = "remainder"
+    key = "low"
     rounded = False
     float8 = True
 
@@ -39,13 +39,13 @@ class Float8Split8(WeightStorage):
     def init(self, p: Tensor) -> Tensor:
         """What the weight has of low words; it is the same tensor, until the first update."""
         assert isinstance(p, Float8Weight)
-        return torch.zeros_like(p.codes, dtype=torch.int8) if p.remainder is None else p.remainder
+        return torch.zeros_like(p.codes, dtype=torch.int8) if p.low is None else p.low
 
     def read(self, p: Tensor, low: Tensor | None) -> Tensor:
         assert isinstance(p, Float8Weight)
         assert low is not None
         # A weight that was written from outside has its own low words.
-        return from_words(p.codes, low if p.remainder is None else p.remainder, p.scale)
+        return from_words(p.codes, low if p.low is None else p.low, p.scale)
 
     def add(self, p: Tensor, low: Tensor | None, weight: Tensor, delta: Tensor, noise: Noise) -> Written:
         assert isinstance(p, Float8Weight)

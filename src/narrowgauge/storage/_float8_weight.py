@@ -4,9 +4,9 @@ A float8 matrix multiply rounds its weight to e4m3 whenever it reads it. `Float8
 a byte an element: the multiply takes the codes as they are, and everything else reads the bfloat16 number that a
 code stands for, which is exact (four significant bits times a power of two).
 
-**The low word.** The pattern of an e4m3 code without its sign, read as an integer, counts the numbers of the format,
-subnormals included. Eight more bits below it are the numbers of a format with 4 bits of exponent and 11 of fraction,
-which has twelve significant bits:
+**The low word.** The pattern of an e4m3 code without its sign, read as an integer, counts the numbers of the
+format, subnormals included. Eight more bits below it make the numbers of a format with 4 bits of exponent and 11 of
+fraction, which has twelve significant bits:
 
     pattern = (code << 8) + low          low in [-128, 127], in 1/256 of the spacing at the weight
 
@@ -14,13 +14,13 @@ Rounding a pattern to its upper bits (halves away from zero) gives the code, and
 Code 0 takes no negative low word, NaN takes none at all.
 
 **The scale** is the value of the code 1. It is chosen so that the largest magnitude lies in [112, 224) codes, a
-factor of two below the largest code, 448. It stays until an update leaves [56, 448]; then it is chosen anew, and code
-and low word are made from the float32 weight. So weights that shrink keep their digits, and nothing saturates. The
-smallest scale is 2^-32: a tensor of zeros has it, and leaves it with its first update. The largest is 2^119, above
-which 448 codes would not be a float32.
+factor of two below the largest code, 448. It stays until an update leaves [56, 448]; then it is chosen anew, and
+code and low word are made from the float32 weight. So weights that shrink keep their digits, and nothing saturates.
+The smallest scale is 2^-32: a tensor of zeros has it, and leaves it with its first update. The largest is 2^119,
+above which 448 codes would not be a float32.
 
-**Writes from outside** (`copy_`, a clamp, a loaded checkpoint) choose the scale anew and round to the nearest weight
-of twelve significant bits. What its code does not hold is kept in `remainder` until the optimizer takes it over at
+**Writes from outside** (`copy_`, a clamp, a loaded checkpoint) choose the scale anew and round to the nearest
+weight of twelve significant bits. What the code does not hold is kept in `low` until the optimizer takes it over at
 its next step, so weights that are converted or loaded before a training keep their digits.
 
 Operations return plain bfloat16 tensors. Of the same class are copies (`clone`, `detach`, `.to(device)`,
@@ -125,27 +125,27 @@ class _Words:
     Attributes:
         codes: float8_e4m3fn, of the weight's shape, dense.
         scale: float32, 0-d.
-        remainder: int8, like codes: low words of weights that were written from outside; None if they are zero.
+        low: int8, like codes: low words of weights that were written from outside; None if they are zero.
     """
 
-    def __init__(self, codes: Tensor, scale: Tensor, remainder: Tensor | None) -> None:
-        self.codes, self.scale, self.remainder = codes, scale, remainder
+    def __init__(self, codes: Tensor, scale: Tensor, low: Tensor | None) -> None:
+        self.codes, self.scale, self.low = codes, scale, low
 
     def write(self, x: Tensor) -> None:
         """Become the weights nearest to x, a float tensor of the codes' shape."""
         self.scale.copy_(scale_for(largest_of(x)))
         codes, low = to_words(x.to(torch.float32), self.scale)
         self.codes.copy_(codes)
-        self.remainder = None if x.is_meta or not low.any() else torch.empty_like(self.codes, dtype=torch.int8)
-        if self.remainder is not None:
-            self.remainder.copy_(low)
+        self.low = None if x.is_meta or not low.any() else torch.empty_like(self.codes, dtype=torch.int8)
+        if self.low is not None:
+            self.low.copy_(low)
 
     def copy(self, other: _Words) -> None:
         """Become the same words, bit for bit."""
         self.scale.copy_(other.scale)
         self.codes.copy_(other.codes)
-        kept = other.remainder
-        self.remainder = None if kept is None else kept.to(self.codes.device, copy=True)
+        kept = other.low
+        self.low = None if kept is None else kept.to(self.codes.device, copy=True)
 
 
 class Float8Weight(Tensor):
@@ -154,7 +154,7 @@ class Float8Weight(Tensor):
     Args:
         codes: float8_e4m3fn, dense.
         scale: float32, of one element on the same device: a power of two from 2^-32 to 2^119.
-        remainder: int8 of the codes' shape: low words for the optimizer to take over, or None.
+        low: int8 of the codes' shape: low words for the optimizer to take over, or None.
 
     Raises:
         ValueError: for tensors that are not so; what scale holds is not looked at.
@@ -163,16 +163,16 @@ class Float8Weight(Tensor):
     _words: _Words
     _codes: Tensor  # the words' codes, or a view of them
 
-    def __new__(cls, codes: Tensor, scale: Tensor, remainder: Tensor | None = None) -> Self:
+    def __new__(cls, codes: Tensor, scale: Tensor, low: Tensor | None = None) -> Self:
         if codes.dtype != torch.float8_e4m3fn:
             raise ValueError(f"codes must be float8_e4m3fn, got {codes.dtype}")
         if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != codes.device:
             got = f"{scale.dtype} of shape {tuple(scale.shape)} on {scale.device}"
             raise ValueError(f"scale must be one float32 on {codes.device}, got {got}")
-        if remainder is not None and (remainder.dtype != torch.int8 or remainder.shape != codes.shape):
-            got = f"{remainder.dtype} of shape {tuple(remainder.shape)}"
-            raise ValueError(f"remainder must be int8 of shape {tuple(codes.shape)}, got {got}")
-        return cls._of(_Words(codes, scale.reshape(()), remainder), codes)
+        if low is not None and (low.dtype != torch.int8 or low.shape != codes.shape):
+            got = f"{low.dtype} of shape {tuple(low.shape)}"
+            raise ValueError(f"low must be int8 of shape {tuple(codes.shape)}, got {got}")
+        return cls._of(_Words(codes, scale.reshape(()), low), codes)
 
     @classmethod
     def _of(cls, words: _Words, codes: Tensor) -> Self:
@@ -204,12 +204,12 @@ class Float8Weight(Tensor):
         return self._words.scale
 
     @property
-    def remainder(self) -> Tensor | None:
+    def low(self) -> Tensor | None:
         """Low words of what was written from outside since the last step, int8, of the shape; None if zero."""
-        kept = self._words.remainder
+        kept = self._words.low
         return None if kept is None else self._part(kept)
 
-    def dequantize(self) -> Tensor:  # type: ignore[override]
+    def dequantize(self) -> Tensor:
         """The codes' numbers, as a plain bfloat16 tensor."""
         return self._codes.to(torch.bfloat16) * self.scale.to(torch.bfloat16)
 
@@ -220,9 +220,9 @@ class Float8Weight(Tensor):
         return whole.as_strided(self._codes.size(), self._codes.stride(), self._codes.storage_offset())
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of codes and scale, and of a remainder while there is one."""
-        kept = self._words.remainder
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of codes and scale, and of low words while there are some."""
+        kept = self._words.low
         return self._codes.nbytes + self.scale.nbytes + (self._codes.numel() if kept is not None else 0)
 
     @property
@@ -239,7 +239,7 @@ class Float8Weight(Tensor):
                 return
             become(self, value)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         of = f"shape={tuple(self.shape)}, device='{self.device}', requires_grad={self.requires_grad}"
         return f"{type(self).__name__}({of})"
 
@@ -247,7 +247,7 @@ class Float8Weight(Tensor):
         whole = self._codes is self._words.codes
         codes = self._codes if whole else self._codes.clone()
         is_parameter = isinstance(self, torch.nn.Parameter)
-        return _rebuilt, (codes, self.scale, self.remainder, self.requires_grad, is_parameter)
+        return _rebuilt, (codes, self.scale, self.low, self.requires_grad, is_parameter)
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["codes", "scale"], None
@@ -256,10 +256,10 @@ class Float8Weight(Tensor):
     def __tensor_unflatten__(inner: Mapping[str, Tensor], _: None, size: Any, stride: Any) -> Float8Weight:
         return Float8Weight(inner["codes"], inner["scale"])
 
-    __torch_function__ = unsubclassed
+    __torch_function__ = unsubclassed  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -310,7 +310,7 @@ def become(x: Tensor, value: Tensor) -> None:
     """
     made = torch.nn.Parameter(value, x.requires_grad) if isinstance(x, torch.nn.Parameter) else value
     grad, x.grad = x.grad, None
-    torch.utils.swap_tensors(x, made)
+    torch.utils.swap_tensors(x, made)  # type: ignore[no-untyped-call]
     if grad is not None and grad.shape == value.shape:
         x.grad = grad.to(value.device, value.dtype)
 
@@ -324,7 +324,7 @@ def _detach(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 def _copied(weight: Float8Weight, run: Callable[[Tensor], Tensor]) -> Float8Weight:
     """A weight of copies of the words."""
-    kept = weight.remainder
+    kept = weight.low
     codes = run(weight._codes)
     scale = weight.scale.to(codes.device, copy=True)
     return Float8Weight(codes, scale, None if kept is None else run(kept))
@@ -336,7 +336,10 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     options = dict(kwargs)
-    if options.pop("dtype", None) not in (None, torch.bfloat16) or options.get("layout") not in (None, torch.strided):
+    if options.pop("dtype", None) not in (None, torch.bfloat16) or options.get("layout") not in (
+        None,
+        torch.strided,
+    ):
         return NotImplemented
     return _copied(args[0], lambda x: func(x, **options))
 
@@ -356,15 +359,13 @@ def _copy_(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 def _where(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """One weight or the other, by a condition of one element."""
-    condition, *both = args
-    if condition.numel() != 1 or not all(isinstance(x, Float8Weight) for x in both) or both[0].shape != both[1].shape:
+    condition, one, other = args
+    weights = isinstance(one, Float8Weight) and isinstance(other, Float8Weight) and one.shape == other.shape
+    if condition.numel() != 1 or not weights:
         return NotImplemented
-    one, other = both
-    lows = [x.remainder for x in both]
-    if any(low is not None for low in lows):
-        lows = [torch.zeros_like(x.codes, dtype=torch.int8) if low is None else low for x, low in zip(both, lows)]
     codes = torch.where(condition, one.codes.view(torch.uint8), other.codes.view(torch.uint8))
-    low = None if lows[0] is None else torch.where(condition, lows[0], lows[1])
+    lows = [torch.zeros_like(codes, dtype=torch.int8) if x.low is None else x.low for x in (one, other)]
+    low = None if one.low is None and other.low is None else torch.where(condition, lows[0], lows[1])
     scale = torch.where(condition.reshape(()), one.scale, other.scale)
     return Float8Weight(codes.view(torch.float8_e4m3fn), scale, low)
 
@@ -378,10 +379,8 @@ _OWN: dict[Any, Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]] = {
 }
 
 
-def _rebuilt(
-    codes: Tensor, scale: Tensor, remainder: Tensor | None, requires_grad: bool, is_parameter: bool
-) -> Tensor:
-    made = Float8Weight(codes, scale, remainder)
+def _rebuilt(codes: Tensor, scale: Tensor, low: Tensor | None, requires_grad: bool, is_parameter: bool) -> Tensor:
+    made = Float8Weight(codes, scale, low)
     return torch.nn.Parameter(made, requires_grad) if is_parameter else made.requires_grad_(requires_grad)
 
 

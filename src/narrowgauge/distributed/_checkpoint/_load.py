@@ -185,7 +185,7 @@ def _local(tensor: Tensor) -> Tensor:
 def _check_model(model: nn.Module, manifest: Manifest) -> None:
     live = model_state(model)
     saved = dict(manifest.values["model"]["dict"])
-    optional = {name for name in float8_parts(saved) if name.endswith(".remainder")}
+    optional = {name for name in float8_parts(saved) if name.endswith(".low")}
     for what, names in (
         ("has no", [name for name in live if name not in saved]),
         ("has more:", [name for name in saved if name not in live and name not in optional]),
@@ -211,7 +211,7 @@ def _check_model(model: nn.Module, manifest: Manifest) -> None:
 def _loaded_model(manifest: Manifest, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """A model's state: its tensors, which were read in place, and everything else from the checkpoint."""
     saved = dict(manifest.values["model"]["dict"])
-    more = {name: decode_value(saved[name], tensors) for name in saved if name not in state}  # remainders
+    more = {name: decode_value(saved[name], tensors) for name in saved if name not in state}  # low words
     return more | {
         name: value if isinstance(value, Tensor) else decode_value(saved[name], tensors)
         for name, value in state.items()

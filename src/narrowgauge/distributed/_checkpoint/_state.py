@@ -33,7 +33,7 @@ from narrowgauge.storage import Float8Weight
 
 from ._format import DTYPE_NAMES, Manifest, decode_value, encode_value, tensor_keys
 
-_SCALE, _REMAINDER = ".scale", ".remainder"  # after the name of a Float8Weight
+_SCALE, _LOW = ".scale", ".low"  # after the name of a Float8Weight
 # Tensors in blocks of one parameter's state: their keys among the manifest's tensors.
 BlockKeys = dict[str, str]
 
@@ -53,10 +53,10 @@ class Snapshot:
     own: set[str]
 
 
-def model_state(model: nn.Module, remainders: bool = False) -> dict[str, Any]:
+def model_state(model: nn.Module, low_words: bool = False) -> dict[str, Any]:
     """A model's state_dict, by names without wrappers.
 
-    A `Float8Weight` is its codes, by its name, and ``NAME.scale``; with `remainders` also ``NAME.remainder``, if it
+    A `Float8Weight` is its codes, by its name, and ``NAME.scale``; with `low_words` also ``NAME.low``, if it
     has one.
     """
     found: dict[str, Any] = {}
@@ -66,8 +66,8 @@ def model_state(model: nn.Module, remainders: bool = False) -> dict[str, Any]:
             found[name] = value
             continue
         found |= {name: value.codes, name + _SCALE: value.scale}
-        if remainders and value.remainder is not None:
-            found[name + _REMAINDER] = value.remainder
+        if low_words and value.low is not None:
+            found[name + _LOW] = value.low
     return found
 
 
@@ -82,19 +82,16 @@ def joined_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """What `model_state` gives as a state_dict: the parts of a `Float8Weight` are one again."""
     parts = set(float8_parts(state))
     return {
-        name: Float8Weight(value, state[name + _SCALE], state.get(name + _REMAINDER))
-        if name + _SCALE in parts
-        else value
+        name: Float8Weight(value, state[name + _SCALE], state.get(name + _LOW)) if name + _SCALE in parts else value
         for name, value in state.items()
         if name not in parts
     }
 
 
 def float8_parts(state: Mapping[str, Any]) -> list[str]:
-    """The names in a `model_state` of scales and remainders of float8 weights."""
-    ends = (_SCALE, _REMAINDER)
-    return [name for name in state for end in ends if name.endswith(end) and f"{name.removesuffix(end)}{_SCALE}" in state
-            and name.removesuffix(end) in state]
+    """The names in a `model_state` of scales and low words of float8 weights."""
+    weights = [name for name in state if name + _SCALE in state]
+    return [name + end for name in weights for end in (_SCALE, _LOW) if name + end in state]
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
@@ -119,7 +116,7 @@ def snapshot(
 ) -> Snapshot:
     """Everything that goes into a checkpoint; nothing is copied. A ValueError names what cannot be saved."""
     tensors: dict[str, Tensor] = {}
-    state = model_state(model, remainders=True).items()
+    state = model_state(model, low_words=True).items()
     values: dict[str, Any] = {
         "model": {"dict": [[k, encode_value(v, f"model[{k!r}]", f"model/{k}", tensors)] for k, v in state]},
         "optimizer": None if optimizer is None else _optimizer_values(model, optimizer, tensors),

@@ -1,0 +1,245 @@
+"""Training float8 weights: recipes, steps, checkpoints, conversions, and the loss beside fp32 masters."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import narrowgauge as ng
+from narrowgauge.distributed import CPUOffload, load_checkpoint, save_checkpoint
+from narrowgauge.distributed._checkpoint._load import export_checkpoint
+from narrowgauge.linear import TENSORWISE_FP8, swap_linears, to_float8_weights
+from narrowgauge.optim import AdamW, NarrowOptimizer, ScheduleFreeAdamW
+from narrowgauge.recipes import Recipe
+from narrowgauge.storage import Float8Weight
+
+BF16 = torch.bfloat16
+RECIPE = Recipe("fp8-8bit", "", BF16, "fp8split8", "log8", linear="TENSORWISE_FP8")
+NARROWER = Recipe("fp8-6bit", "", BF16, "fp8split8", {"m": "log4", "v": "log8"}, linear="SWITCHBACK:e4m3")
+WIDE = Recipe("wide", "", BF16, "master", "log8", linear="TENSORWISE_FP8")
+
+
+def net(seed: int = 0, width: int = 64) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Embedding(50, width), nn.Linear(width, 2 * width), nn.LayerNorm(2 * width), nn.GELU(),
+        nn.Linear(2 * width, width), nn.LayerNorm(width), nn.Linear(width, 50),
+    )  # fmt: skip
+
+
+def made(recipe: Recipe = RECIPE, seed: int = 0, **options) -> tuple[nn.Module, NarrowOptimizer]:
+    model = net(seed)
+    return model, recipe.apply(model, lr=3e-3, min_quantized_size=0, **options)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    """Predict a fixed successor of each of fifty tokens, with noise."""
+    successor = torch.randperm(50, generator=torch.Generator().manual_seed(9))
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 + step)
+        x = torch.randint(50, (64,), generator=generator)
+        y = torch.where(torch.rand(64, generator=generator) < 0.2, torch.randint(50, (64,), generator=generator),
+                        successor[x])  # fmt: skip
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x).float(), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def words(model: nn.Module, optimizer: NarrowOptimizer) -> list[Tensor]:
+    found = [x for p in model.parameters() for x in ((p.codes, p.scale) if isinstance(p, Float8Weight) else (p,))]
+    found += [x for p in model.parameters() for x in optimizer.state[p].values()]
+    return [x.detach().view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x.detach() for x in found]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+def test_a_parameter_takes_six_bytes_and_five_and_a_half() -> None:
+    assert RECIPE.bytes_per_parameter() == 6 + 1 / 32
+    assert NARROWER.bytes_per_parameter() == 5.5 + 1 / 32
+    for recipe, most in ((RECIPE, 6.05), (NARROWER, 5.55)):
+        model = nn.Sequential(nn.Linear(256, 512, bias=False), nn.Linear(512, 256, bias=False))
+        optimizer = recipe.apply(model)
+        model(torch.randn(4, 256, dtype=BF16)).sum().backward()
+        optimizer.step()
+        ps = list(model.parameters())
+        held = sum(p.nbytes + p.grad.nbytes for p in ps) + optimizer.state_bytes()
+        assert held / sum(p.numel() for p in ps) <= most
+        assert optimizer.state_bytes() == optimizer.describe().bytes + 12 * len(ps)
+
+
+def test_a_recipe_keeps_linear_weights_as_codes_and_all_else_in_split8() -> None:
+    model, optimizer = made()
+    assert [type(p) is Float8Weight for p in model.parameters()] == [
+        name in ("1.weight", "4.weight", "6.weight") for name, _ in model.named_parameters()
+    ]
+    rows = {row.parameter: row for row in optimizer.describe().rows}
+    assert {name: row.weights for name, row in rows.items() if row.weights != "split8"} == dict.fromkeys(
+        ("1.weight", "4.weight", "6.weight"), "fp8split8"
+    )
+    assert rows["1.weight"].path == "eager torch, fp32"
+    assert "Float8Weight" in rows["1.weight"].why
+    losses = train(model, optimizer, range(60))
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_fine_tuning_begins_with_the_weights_that_the_model_had() -> None:
+    model = net()
+    wanted = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = RECIPE.apply(model, lr=0.0, weight_decay=0.0)
+    for step in range(2):
+        for name, now in model.named_parameters():
+            p, full = wanted[name], optimizer.full_weights()[now]
+            assert ((full - p).abs() <= 2.0**-8 * p.abs() + 2.0**-12 * step * p.abs().max()).all()
+        train(model, optimizer, range(1))
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, NARROWER], ids=lambda recipe: recipe.name)
+def test_a_resumed_run_is_bit_for_bit_the_one_that_never_stopped(recipe: Recipe, tmp_path: Path) -> None:
+    whole = made(recipe)
+    train(*whole, range(12))
+    for before in (0, 5):
+        first = made(recipe)
+        train(*first, range(before))
+        file = io.BytesIO()
+        torch.save((first[0].state_dict(), first[1].state_dict()), file)
+        file.seek(0)
+        states = torch.load(file, weights_only=True)
+        path = save_checkpoint(tmp_path, model=first[0], optimizer=first[1], step=before)
+        exported = torch.load(export_checkpoint(path, tmp_path / f"{before}.pt"))
+        for how in ("states", "checkpoint", "export", "copy"):
+            resumed = made(recipe, seed=1)
+            train(*resumed, range(3 if before else 0))
+            if how == "copy":
+                resumed = copy.deepcopy(first)
+            elif how == "checkpoint":
+                load_checkpoint(path, model=resumed[0], optimizer=resumed[1])
+            else:
+                model, state = states if how == "states" else (exported["model"], exported["optimizer"])
+                resumed[0].load_state_dict(model)
+                resumed[1].load_state_dict(state)
+            train(*resumed, range(before, 12))
+            assert same(words(*resumed), words(*whole)), (before, how)
+
+
+def test_the_loss_is_that_of_the_same_plan_over_fp32_masters() -> None:
+    """A float8 plan rounds W in any case, so nothing that it keeps is lost."""
+    wide, *narrow = ([train(*made(r, seed), range(80))[-30:] for seed in (0, 1)] for r in (WIDE, NARROWER))
+    wanted = torch.tensor(wide).mean()
+    assert wanted < 2.0
+    assert abs(torch.tensor(narrow).mean() - wanted) < 0.02
+
+
+@pytest.mark.parametrize("weights", ["split8", "master", "kahan", "plain"])
+def test_a_running_optimizer_converts_to_codes_and_back(weights: str) -> None:
+    model = net().to(BF16)
+    swap_linears(model, TENSORWISE_FP8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = AdamW(model.named_parameters(), 3e-3, weights=weights, states="log8", min_quantized_size=0)
+    train(model, optimizer, range(5))
+    p = model[1].weight
+    before, moment = optimizer.full_weights()[p], optimizer.state[p]["m.codes"].clone()
+    optimizer.convert(p, weights="fp8split8")
+    assert p is model[1].weight
+    assert isinstance(p, Float8Weight)
+    after = optimizer.full_weights()[p]
+    assert ((after - before).abs() <= 2.0**-12 * before.abs() + p.scale * 2.0**-18).all()
+    assert torch.equal(optimizer.state[p]["m.codes"], moment)
+    train(model, optimizer, range(5, 8))
+    full, held = optimizer.full_weights()[p], words(model, optimizer)
+    with pytest.raises(ValueError, match="states must be"):
+        optimizer.convert(p, weights=weights, m="nothing")
+    assert same(words(model, optimizer), held)
+    optimizer.convert(p, weights=weights)
+    assert type(p) is nn.Parameter
+    # Twelve significant bits: kept by every storage with a low word.
+    assert torch.equal(optimizer.full_weights()[p], full if weights != "plain" else full.to(BF16).float())
+    train(model, optimizer, range(8, 10))
+
+
+def test_weights_that_become_codes_under_an_optimizer_are_planned_again() -> None:
+    model = net().to(BF16)
+    swap_linears(model, TENSORWISE_FP8)
+    optimizer = AdamW(model.named_parameters(), 3e-3)
+    train(model, optimizer, range(2))
+    to_float8_weights(model)
+    with pytest.warns(UserWarning, match=r"param_groups: dropped 'weight.lo' in int8, .*beside a Float8Weight"):
+        train(model, optimizer, range(2, 3))
+    assert {row.weights for row in optimizer.describe().rows} == {"split8", "fp8split8"}
+
+
+def test_torchs_optimizer_goes_on_with_both_words() -> None:
+    model, optimizer = made()
+    train(model, optimizer, range(5))
+    wide, torchs = ng.to_torch(model, optimizer)
+    assert {p.dtype for p in wide.parameters()} == {torch.float32}
+    full = optimizer.full_weights()
+    assert all(torch.equal(p, full[q]) for p, q in zip(wide.parameters(), model.parameters(), strict=True))
+    assert type(wide[1]) is nn.Linear
+    train(wide, torchs, range(5, 7))
+
+
+def test_a_skipped_step_changes_no_word_and_a_measured_one_tells_what_moved() -> None:
+    model, optimizer = made()
+    train(model, optimizer, range(3))
+    p, before = model[1].weight, words(model, optimizer)
+    p.grad = torch.full_like(p, torch.inf)
+    optimizer.step()
+    assert optimizer.skipped == {"1.weight": 1}
+    assert torch.equal(p.codes.view(torch.uint8), before[1])
+    optimizer.gauges = True
+    train(model, optimizer, range(4, 5))
+    assert torch.isfinite(optimizer.last_stats["1.weight"].sums).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: AdamW(net().to(BF16).parameters(), weights="fp8split8"),
+            r"params must be a Float8Weight for weights='fp8split8', as .*to_float8_weights makes them, got "
+            r"torch.bfloat16 \(0.0\)",
+        ),
+        (
+            lambda: AdamW([made()[0][1].weight], weights="split8"),
+            r"weights must be 'fp8split8' for a Float8Weight, got 'split8' \(0.0\)",
+        ),
+        (lambda: AdamW([made()[0][1].weight], arithmetic="strict"), "must be stored in floats for arithmetic"),
+        (lambda: ScheduleFreeAdamW([made()[0][1].weight]), "weights must not be 'fp8split8' for ScheduleFreeAdamW"),
+        (lambda: made(around=CPUOffload), "params: 1.weight must be a plain tensor, got a Float8Weight"),
+        (lambda: Recipe("", "", BF16, "fp8split8"), "linear must be a plan that multiplies weights in e4m3 .*None"),
+        (
+            lambda: Recipe("", "", BF16, "fp8split8", linear="SWITCHBACK"),
+            "linear must be a plan that multiplies weights in e4m3 .*'SWITCHBACK: int8'",
+        ),
+        (
+            lambda: Recipe("", "", torch.float32, "fp8split8", linear="TENSORWISE_FP8"),
+            "dtype must be torch.bfloat16 for weights='fp8split8', got torch.float32",
+        ),
+        (lambda: RECIPE.apply(nn.Embedding(4, 4)), "model must have linear layers with a float8 plan .*, got none"),
+    ],
+    ids=range(9),
+)
+def test_what_cannot_be_is_refused_by_name(make, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_checkpoint_of_codes_does_not_load_into_plain_weights(tmp_path: Path) -> None:
+    model, optimizer = made()
+    train(model, optimizer, range(2))
+    path = save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=2)
+    with pytest.raises(ValueError, match=r"model: the checkpoint has more: '1.weight.scale'"):
+        load_checkpoint(path, model=net().to(BF16), optimizer=None)
