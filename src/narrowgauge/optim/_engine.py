@@ -26,10 +26,11 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from narrowgauge.kernels._triton import name, unavailable
-from narrowgauge.optim import _c_backend
+from narrowgauge.optim import _c_backend, _float8_steps
 from narrowgauge.optim._c_backend import CSteps
 from narrowgauge.optim._changes import identical
 from narrowgauge.optim._eager import EagerSteps, next_number, noise_of, update
+from narrowgauge.optim._float8_steps import Float8CSteps
 from narrowgauge.optim._plan import PLAIN, ParamPlan, ParamStep, State, kind_of
 from narrowgauge.optim._sharding import Collective, Rows, is_shared, local, local_gradient
 from narrowgauge.optim._tracing import elementwise, untraceable
@@ -42,7 +43,7 @@ from narrowgauge.optim._verdict import (
     refuse_flagged,
     refuse_nonfinite,
 )
-from narrowgauge.storage import marked_states
+from narrowgauge.storage import Float8Weight, marked_states
 from narrowgauge.storage._states import times_marked
 
 Group = dict[str, Any]
@@ -194,6 +195,9 @@ class Engine:
             return (f"fused {name()}", "") if reason is None else ("eager torch", f"not fused: {reason}")
         if param.device.type != "cpu":
             return "eager torch", f"not fused: {none}"
+        if plan.weight.float8 and "c" in self.backends:
+            reason = _float8_steps.unsupported(plan, param, group)
+            return ("C in three passes", "") if reason is None else ("eager torch", f"not in C: {reason}")
         reason = _c_backend.unsupported(plan, param, group) if "c" in self.backends else "not asked for"
         return ("fused C", "") if reason is None else ("eager torch", f"not fused: {reason}")
 
@@ -222,7 +226,8 @@ class Engine:
             p, group = params[index], owners[index]
             plan, own, param = self.plans[p], state[p], local(p)
             step = ParamStep(index, plan, group, param, grads[index], own)  # type: ignore[arg-type]
-            if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            foreign = type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__
+            if foreign and not isinstance(param, Float8Weight):
                 _try_on_copy(step)
             if not own:
                 own.update(plan.init(param, group))
@@ -254,6 +259,13 @@ class Engine:
                 if compiled.steps:
                     lists.append(compiled)
                 taken = {id(step) for step in compiled.steps}
+                steps = [step for step in steps if id(step) not in taken]
+            coded = [step for step in steps if step.param.is_cpu and step.plan.weight.float8]
+            if coded and not measured:
+                words = Float8CSteps(coded, factor != "")
+                if words.steps:
+                    lists.append(words)
+                taken = {id(step) for step in words.steps}
                 steps = [step for step in steps if id(step) not in taken]
         devices: dict[torch.device, list[ParamStep]] = {}
         for step in steps:

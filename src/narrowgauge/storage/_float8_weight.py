@@ -209,6 +209,10 @@ class Float8Weight(Tensor):
         kept = self._words.low
         return None if kept is None else self._part(kept)
 
+    def forget_low(self) -> None:
+        """Drop `low`: the optimizer has written codes and scale, and has low words of its own."""
+        self._words.low = None
+
     def dequantize(self) -> Tensor:
         """The codes' numbers, as a plain bfloat16 tensor."""
         return self._codes.to(torch.bfloat16) * self.scale.to(torch.bfloat16)

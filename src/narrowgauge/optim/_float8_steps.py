@@ -1,0 +1,103 @@
+"""Compiled steps of float8 weights on a CPU.
+
+The scale of a float8 weight depends on all of its new values. So a parameter's step has three passes over memory:
+words to float32, the step of a float32 parameter by the compiled function of any other (`CSteps`), and new words by
+the new scale. One float32 tensor, as large as the largest parameter, serves them all, one after the other.
+
+The words are those of the eager step, bit for bit, where the float32 weights are. Where every step is measured, the
+eager step is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from narrowgauge.kernels import _c_float8
+from narrowgauge.optim._c_backend import CSteps, kernel_of
+from narrowgauge.optim._plan import ParamPlan, ParamStep, State
+from narrowgauge.optim._sharding import Rows
+from narrowgauge.optim._verdict import GradientReport, Verdict
+from narrowgauge.storage import Float8Weight, weight_storage
+from narrowgauge.storage._float8_weight import kept_scale
+
+_RELEASED = torch.empty(0)  # keeps no gradient alive between steps
+
+
+def unsupported(plan: ParamPlan, param: Tensor, group: Mapping[str, Any]) -> str | None:
+    """Why a float8 weight is not stepped so, whatever its gradient and state; None if it is."""
+    if not isinstance(param, Float8Weight) or not param.is_contiguous():
+        return f"a {type(param).__name__} that is not contiguous"
+    if plan.has_terms:
+        return f"{plan.rule.name} sums over a Float8Weight"
+    kernel = kernel_of(_wide(plan), group, param.dtype, False)
+    return kernel if isinstance(kernel, str) else _c_float8.unavailable()
+
+
+def _wide(plan: ParamPlan) -> ParamPlan:
+    """The plan of the same parameter in float32."""
+    return replace(plan, weight=weight_storage("plain"), kind=(torch.float32, plan.kind[1], False))
+
+
+class Float8CSteps:
+    """A `StepList`: the steps of float8 weights on a CPU. `steps` are those of the list that it can take."""
+
+    def __init__(self, steps: Sequence[ParamStep], scaled: bool) -> None:
+        mine = [step for step in steps if unsupported(step.plan, step.param, step.group) is None]
+        wide = torch.empty(max((step.param.numel() for step in mine), default=0), device="cpu")
+        self._wide = {step.index: wide[: step.param.numel()].view(step.param.shape) for step in mine}
+        inner = [
+            ParamStep(step.index, _wide(step.plan), step.group, self._wide[step.index], step.grad, step.state)
+            for step in mine
+        ]
+        self._inner = CSteps(inner, scaled, False)
+        taken = {step.index: step for step in self._inner.steps}
+        self.steps = [step for step in mine if step.index in taken]
+        self.watched = self.steps
+        self._members = {step.index: (step, taken[step.index]) for step in self.steps}
+
+    def refresh(self, grads: Sequence[Tensor], states: Sequence[State]) -> bool:
+        for (_, inner), grad, state in zip(self._members.values(), grads, states, strict=True):
+            inner.grad, inner.state = grad, state
+        return all(isinstance(step.param, Float8Weight) for step in self.steps) and self._inner.refresh(
+            grads, states
+        )
+
+    def inspect(self, verdict: Verdict) -> list[GradientReport]:
+        return self._inner.inspect(verdict)
+
+    def terms(self, verdict: Verdict) -> list[Rows]:
+        return []  # no rule of these parameters has any
+
+    def run(
+        self, verdict: Verdict | None, summed: bool = False, indices: Sequence[int] | None = None
+    ) -> list[tuple[list[str], Tensor]]:
+        for index in self._members if indices is None else indices:
+            step, inner = self._members[index]
+            weight, low = step.param, step.state[step.plan.weight_key or ""]
+            assert isinstance(weight, Float8Weight)
+            # A weight that was written from outside has its own low words.
+            known = low if weight.low is None else weight.low
+            _c_float8.read(weight.codes, known, float(weight.scale), inner.param)
+            before = float(step.state["step"])
+            self._inner.run(verdict, False, [index])
+            inner.grad = _RELEASED
+            if float(step.state["step"]) != before:  # else the step was skipped
+                self._write(step, weight, low, inner.param)
+        return []
+
+    def _write(self, step: ParamStep, weight: Float8Weight, low: Tensor, wide: Tensor) -> None:
+        scale = kept_scale(torch.tensor(_c_float8.largest(wide)), weight.scale)
+        _c_float8.write(
+            wide, float(scale), weight.codes, low,
+            seed=step.group["seed"], stream=step.plan.index, step=int(step.state["step"]),
+        )  # fmt: skip
+        weight.scale.copy_(scale)
+        weight.forget_low()
+        if not weight.is_inference():
+            increment_version([weight])
