@@ -34,9 +34,8 @@ def test_words_are_written_alike_of_numbers_of_every_size(power: int, count: int
     patterns = torch.randint(-(2**31), 2**31, (count,), generator=generator).to(torch.int32)
     weight = patterns.view(torch.float32).clone()  # inf, NaN and subnormal numbers among them
     weight[::2] = 2.0**power * torch.randn(len(weight[::2]), generator=generator) * 100
-    weight[::7] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e30, -1e-38]).repeat(count)[
-        : len(weight[::7])
-    ]
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e30, -1e-38])
+    weight[::7] = special.repeat(count)[: len(weight[::7])]
     scale = torch.tensor(2.0**power)
     codes, low = torch.empty(count, dtype=torch.float8_e4m3fn), torch.empty(count, dtype=torch.int8)
     _c_float8.write(weight, float(scale), codes, low, seed=5, stream=3, step=(7 << 32) + 1)

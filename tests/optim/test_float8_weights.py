@@ -195,7 +195,7 @@ def test_torchs_optimizer_goes_on_with_both_words() -> None:
     "options", [{}, {"max_grad_norm": 1.0}, {"nonfinite": "propagate", "maximize": True}], ids=str
 )
 def test_the_compiled_step_gives_the_eager_words(cls: type[NarrowOptimizer], options: dict) -> None:
-    """Floats of the two differ in the last place now and then, and then a low word may be rounded to the other side."""
+    """Floats of the two differ in the last place now and then; a low word may be rounded to the other side then."""
     compiled, eager = net().to(BF16), net().to(BF16)
     optimizers = []
     for model in (compiled, eager):
@@ -212,7 +212,6 @@ def test_the_compiled_step_gives_the_eager_words(cls: type[NarrowOptimizer], opt
                 with torch.no_grad():
                     model[1].weight[0].fill_(1e-3)
                     model[4].weight.mul_(0.1234)
-        scales = float(compiled[1].weight.scale)
         for optimizer in optimizers:
             optimizer.step()
         for p, q in zip(compiled.parameters(), eager.parameters(), strict=True):
@@ -226,7 +225,6 @@ def test_the_compiled_step_gives_the_eager_words(cls: type[NarrowOptimizer], opt
                     q.copy_(p)
                 for key, value in optimizers[0].state[p].items():
                     optimizers[1].state[q][key].copy_(value)
-    assert scales > 0
 
 
 def test_a_skipped_step_changes_no_word_and_a_measured_one_tells_what_moved() -> None:
