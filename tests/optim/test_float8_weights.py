@@ -264,7 +264,7 @@ def test_a_skipped_step_changes_no_word_and_a_measured_one_tells_what_moved() ->
             lambda: Recipe("", "", torch.float32, "fp8split8", linear="TENSORWISE_FP8"),
             "dtype must be torch.bfloat16 for weights='fp8split8', got torch.float32",
         ),
-        (lambda: RECIPE.apply(nn.Embedding(4, 4)), "model must have linear layers with a float8 plan .*, got none"),
+        (lambda: RECIPE.apply(nn.Embedding(4, 4)), "model must have linear layers for the plan .*, got none"),
     ],
     ids=range(9),
 )

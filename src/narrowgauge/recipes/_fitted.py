@@ -53,6 +53,8 @@ class FittedRecipe(Recipe):
     def __post_init__(self) -> None:
         if not self.choices:
             raise ValueError("choices must be one or more, got none")
+        if self.linear is not None:
+            raise ValueError(f"linear must be None beside choices, which have layers, got {self.linear!r}")
         for number, choice in enumerate(self.choices):
             for name in ("tensors", "elements"):
                 check(f"choices[{number}].{name}", getattr(choice, name), Size)

@@ -51,7 +51,7 @@ class Float8Split8(WeightStorage):
         assert isinstance(p, Float8Weight)
         updated = weight + delta
         scale = kept_scale(largest_of(updated), p.scale)
-        codes, low = to_words(updated, scale, bitwise_right_shift(noise(), 20))
+        codes, low = to_words(updated, scale, bitwise_right_shift(noise(), 20).to(torch.int32))
         return Float8Weight(codes, scale), low
 
 
