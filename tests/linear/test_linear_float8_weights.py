@@ -164,3 +164,19 @@ def test_the_transposed_layer_of_gpt2_reads_codes_too() -> None:
         one(numbers(5, 32)).float().square().sum().backward()
     assert torch.equal(layer(numbers(5, 32)), twin(numbers(5, 32)))
     assert torch.equal(layer.weight.grad, twin.weight.grad.t())
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_compiled_layer_gives_the_numbers_of_an_eager_one() -> None:
+    layer = LowPrecisionLinear(32, 48, plan=TENSORWISE_FP8, dtype=torch.bfloat16)
+    to_float8_weights(layer)
+    twin, x = copy.deepcopy(layer), numbers(5, 32)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), twin(x))
+    compiled(x).float().square().sum().backward()
+    twin(x).float().square().sum().backward()
+    assert torch.equal(layer.weight.grad, twin.weight.grad)
+    with torch.no_grad():
+        for one in (layer, twin):
+            one.weight.mul_(3)
+    assert torch.equal(compiled(x), twin(x))

@@ -16,6 +16,7 @@ from narrowgauge.distributed import CPUOffload, load_checkpoint, save_checkpoint
 from narrowgauge.distributed._checkpoint._load import export_checkpoint
 from narrowgauge.linear import TENSORWISE_FP8, swap_linears, to_float8_weights
 from narrowgauge.optim import AdamW, NarrowOptimizer, ScheduleFreeAdamW
+from narrowgauge.optim._eager import EagerSteps
 from narrowgauge.recipes import Recipe
 from narrowgauge.storage import Float8Weight
 
@@ -225,6 +226,41 @@ def test_the_compiled_step_gives_the_eager_words(cls: type[NarrowOptimizer], opt
                     q.copy_(p)
                 for key, value in optimizers[0].state[p].items():
                     optimizers[1].state[q][key].copy_(value)
+
+
+def test_a_step_that_waits_for_no_device_writes_the_same_words(monkeypatch) -> None:
+    """On a GPU whether a step is taken is a tensor, which the host never reads."""
+    runs = [made() for _ in range(3)]
+    for _, optimizer in runs:
+        optimizer._engine.backends = ()
+    train(*runs[0], range(4))
+    admitted = EagerSteps._admitted
+    monkeypatch.setattr(EagerSteps, "_admitted", lambda *given: torch.tensor(admitted(*given)))
+    train(*runs[1], range(4))
+    assert same(words(*runs[0]), words(*runs[1]))
+    model, optimizer = runs[2]
+    full = optimizer.full_weights()
+    for p in model.parameters():
+        p.grad = torch.full_like(p, torch.nan)
+    optimizer.step()
+    assert len(optimizer.skipped) == len(full)
+    assert all(torch.equal(optimizer.full_weights()[p], full[p]) for p in full)
+
+
+def test_a_plan_of_memory_counts_codes_once() -> None:
+    def loss(model: nn.Module, batch: int, sequence: int) -> Tensor:
+        return model(torch.zeros(batch * sequence, 512, dtype=BF16, device="meta")).sum()
+
+    def planned(recipe: Recipe) -> ng.recipes.MemoryPlan:
+        model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False))
+        return ng.recipes.plan_memory(model, recipe, batch=1, sequence=16, loss=loss)
+
+    wide, narrow = planned(Recipe("", "", BF16, "split8", "log8", linear="TENSORWISE_FP8")), planned(RECIPE)
+    count = 2 * 512**2
+    assert wide.held["weights"] == 2 * count
+    assert narrow.held == wide.held | {"weights": count + 2 * 512}  # with two scales, as they are allocated
+    # The second layer's input gets a gradient, by W; without codes of its own it would be saved.
+    assert wide.saved - narrow.saved == count // 2 + 512
 
 
 def test_a_skipped_step_changes_no_word_and_a_measured_one_tells_what_moved() -> None:

@@ -81,9 +81,8 @@ class Float8CSteps:
             step, inner = self._members[index]
             weight, low = step.param, step.state[step.plan.weight_key or ""]
             assert isinstance(weight, Float8Weight)
-            # A weight that was written from outside has its own low words.
-            known = low if weight.low is None else weight.low
-            _c_float8.read(weight.codes, known, float(weight.scale), inner.param)
+            weight.hand_over(low)
+            _c_float8.read(weight.codes, low, float(weight.scale), inner.param)
             before = float(step.state["step"])
             self._inner.run(verdict, False, [index])
             inner.grad = _RELEASED
@@ -98,6 +97,5 @@ class Float8CSteps:
             seed=step.group["seed"], stream=step.plan.index, step=int(step.state["step"]),
         )  # fmt: skip
         weight.scale.copy_(scale)
-        weight.forget_low()
         if not weight.is_inference():
             increment_version([weight])

@@ -25,6 +25,7 @@ from narrowgauge.recipes._cuda_kernels import WORKSPACES, as_on_cuda
 from narrowgauge.recipes._losses import Loss
 from narrowgauge.recipes._recipe import Recipe
 from narrowgauge.recipes._timeline import Recorder, Timeline, rounded
+from narrowgauge.storage import Float8Weight
 
 # Elements of a program of the step: where all is plain words, and where something is in blocks (kernels._step).
 _PLAIN, _BLOCKS = 512, 4096
@@ -168,6 +169,7 @@ class Traced:
             p.grad = torch.empty_like(p) if self.accumulate and p.requires_grad else None
         known = [*self.model.parameters(), *self.model.buffers()]
         known += [p.grad for p in self.model.parameters() if p.grad is not None]
+        known += [x for p in self.model.parameters() if isinstance(p, Float8Weight) for x in (p.codes, p.scale)]
         recorder = Recorder(known, WORKSPACES)
         timeline = recorder.timeline
 

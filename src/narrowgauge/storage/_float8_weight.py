@@ -209,9 +209,11 @@ class Float8Weight(Tensor):
         kept = self._words.low
         return None if kept is None else self._part(kept)
 
-    def forget_low(self) -> None:
-        """Drop `low`: the optimizer has written codes and scale, and has low words of its own."""
-        self._words.low = None
+    def hand_over(self, low: Tensor) -> None:
+        """Write `low`, if there is any, to the low words of an optimizer's state, which have it from now on."""
+        if self.low is not None:
+            low.copy_(self.low)
+            self._words.low = None
 
     def dequantize(self) -> Tensor:
         """The codes' numbers, as a plain bfloat16 tensor."""
