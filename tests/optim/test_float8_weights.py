@@ -15,7 +15,7 @@ import narrowgauge as ng
 from narrowgauge.distributed import CPUOffload, load_checkpoint, save_checkpoint
 from narrowgauge.distributed._checkpoint._load import export_checkpoint
 from narrowgauge.linear import TENSORWISE_FP8, swap_linears, to_float8_weights
-from narrowgauge.optim import AdamW, NarrowOptimizer, ScheduleFreeAdamW
+from narrowgauge.optim import AdamW, NarrowOptimizer, ScheduleFreeAdamW, step_in_backward
 from narrowgauge.optim._eager import EagerSteps
 from narrowgauge.recipes import Recipe
 from narrowgauge.storage import Float8Weight
@@ -315,3 +315,19 @@ def test_a_checkpoint_of_codes_does_not_load_into_plain_weights(tmp_path: Path) 
     path = save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=2)
     with pytest.raises(ValueError, match=r"model: the checkpoint has more: '1.weight.scale'"):
         load_checkpoint(path, model=net().to(BF16), optimizer=None)
+
+
+def test_steps_in_backward_are_those_of_a_step() -> None:
+    runs = []
+    for backward in (False, True):
+        model, options = net(), {"lr": 1e-2, "states": "log8", "min_quantized_size": 0}
+        RECIPE.swap_layers(model.to(BF16))
+        if backward:
+            optimizer = step_in_backward(model, AdamW, **options)
+        else:
+            optimizer = AdamW(model.named_parameters(), **options)
+        train(model, optimizer, range(4))
+        runs.append((model, optimizer))
+    assert same(words(*runs[0]), words(*runs[1]))
+    wides = runs[1][1]._engine._wides
+    assert sum(map(len, wides.values())) <= 2 * 64 * 128  # of all parameters together, not of each

@@ -104,11 +104,12 @@ class Engine:
         self._rosters: dict[tuple[bool, str], _Roster] = {}
         self._single: dict[tuple[bool, Tensor], _Roster] = {}
         self._left: dict[Tensor, tuple[ParamPlan, str]] = {}
+        self._wides: dict[int, Tensor] = {}
         self._shared: tuple[Any, int, Collective | None] = (None, 0, None)
 
     def take_plans(self, plans: dict[Tensor, ParamPlan]) -> None:
         """Step by other plans. Lists that were made by the old ones, and keep old states alive, go."""
-        self.plans, self._left = plans, {}
+        self.plans, self._left, self._wides = plans, {}, {}
         self._rosters.clear()
         self._single.clear()
 
@@ -262,7 +263,7 @@ class Engine:
                 steps = [step for step in steps if id(step) not in taken]
             coded = [step for step in steps if step.param.is_cpu and step.plan.weight.float8]
             if coded and not measured:
-                words = Float8CSteps(coded, factor != "")
+                words = Float8CSteps(coded, factor != "", self._wides)
                 if words.steps:
                     lists.append(words)
                 taken = {id(step) for step in words.steps}

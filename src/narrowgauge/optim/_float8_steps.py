@@ -2,7 +2,8 @@
 
 The scale of a float8 weight depends on all of its new values. So a parameter's step has three passes over memory:
 words to float32, the step of a float32 parameter by the compiled function of any other (`CSteps`), and new words by
-the new scale. One float32 tensor, as large as the largest parameter, serves them all, one after the other.
+the new scale. One float32 tensor, up to twice as large as the largest parameter, serves them all, one after the
+other.
 
 The words are those of the eager step, bit for bit, where the float32 weights are. Where every step is measured, the
 eager step is taken.
@@ -44,13 +45,32 @@ def _wide(plan: ParamPlan) -> ParamPlan:
     return replace(plan, weight=weight_storage("plain"), kind=(torch.float32, plan.kind[1], False))
 
 
-class Float8CSteps:
-    """A `StepList`: the steps of float8 weights on a CPU. `steps` are those of the list that it can take."""
+def _has_words(step: ParamStep, state: State) -> bool:
+    """Whether codes and low words are as C expects them."""
+    p, low = step.param, state.get(step.plan.weight_key or "")
+    if not isinstance(p, Float8Weight) or low is None:
+        return False
+    both = p.is_cpu and low.is_cpu and p.is_contiguous() and low.is_contiguous()
+    return both and low.dtype == torch.int8 and low.shape == p.shape
 
-    def __init__(self, steps: Sequence[ParamStep], scaled: bool) -> None:
-        mine = [step for step in steps if unsupported(step.plan, step.param, step.group) is None]
-        wide = torch.empty(max((step.param.numel() for step in mine), default=0), device="cpu")
-        self._wide = {step.index: wide[: step.param.numel()].view(step.param.shape) for step in mine}
+
+class Float8CSteps:
+    """A `StepList`: the steps of float8 weights on a CPU. `steps` are those of the list that it can take.
+
+    `wides` has float32 tensors of an optimizer's lists, by their sizes, of which no two lists use one at a time.
+    """
+
+    def __init__(self, steps: Sequence[ParamStep], scaled: bool, wides: dict[int, Tensor]) -> None:
+        mine = [
+            step
+            for step in steps
+            if unsupported(step.plan, step.param, step.group) is None and _has_words(step, step.state)
+        ]
+        most = max((step.param.numel() for step in mine), default=0)
+        size = 1 << max(most - 1, 0).bit_length()  # few sizes, for lists of one parameter
+        if size not in wides:
+            wides[size] = torch.empty(size, device="cpu")
+        self._wide = {step.index: wides[size][: step.param.numel()].view(step.param.shape) for step in mine}
         inner = [
             ParamStep(step.index, _wide(step.plan), step.group, self._wide[step.index], step.grad, step.state)
             for step in mine
@@ -64,9 +84,8 @@ class Float8CSteps:
     def refresh(self, grads: Sequence[Tensor], states: Sequence[State]) -> bool:
         for (_, inner), grad, state in zip(self._members.values(), grads, states, strict=True):
             inner.grad, inner.state = grad, state
-        return all(isinstance(step.param, Float8Weight) for step in self.steps) and self._inner.refresh(
-            grads, states
-        )
+        words = all(_has_words(step, state) for step, state in zip(self.steps, states, strict=True))
+        return words and self._inner.refresh(grads, states)
 
     def inspect(self, verdict: Verdict) -> list[GradientReport]:
         return self._inner.inspect(verdict)
