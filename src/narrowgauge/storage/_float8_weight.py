@@ -151,6 +151,8 @@ class _Words:
 class Float8Weight(Tensor):
     """A bfloat16 tensor that is kept as e4m3 codes and one power-of-two scale; see the module.
 
+    Train it with optimizers of this library. Others write it in place, and small updates of four bits are lost.
+
     Args:
         codes: float8_e4m3fn, dense.
         scale: float32, of one element on the same device: a power of two from 2^-32 to 2^119.
