@@ -218,6 +218,24 @@ def test_a_write_to_a_view_is_a_write_to_the_weight() -> None:
     assert p.t().codes.data_ptr() == p.codes.data_ptr()
 
 
+@torch.no_grad()
+def test_codes_may_begin_anywhere_in_memory_and_in_any_order() -> None:
+    room = torch.zeros(2, 12, 8).to(torch.float8_e4m3fn)
+    w = Float8Weight(room[1], torch.tensor(1.0))
+    w.copy_(sample())
+    assert torch.equal(w, Float8Weight.of(sample()).dequantize())
+    w[3, 2:5] = 7.0
+    assert torch.equal(w[3, 2:5].float(), torch.full((3,), 7.0))
+    turned = w.t().clone()
+    assert turned.stride() == w.t().stride()
+    turned[2:5, 3].mul_(2)
+    assert torch.equal(turned[2:5, 3].float(), torch.full((3,), 14.0))
+    assert torch.equal(turned[5:], w.t()[5:])
+    assert not room[0].float().any()
+    with pytest.raises(ValueError, match=r"codes must be dense, got shape \(2, 6, 8\)"):
+        Float8Weight(room[:, ::2], torch.tensor(1.0))
+
+
 def test_what_codes_do_not_hold_stays_until_the_optimizer_takes_it() -> None:
     x = sample()
     p = nn.Parameter(Float8Weight.of(x))

@@ -168,6 +168,8 @@ class Float8Weight(Tensor):
     def __new__(cls, codes: Tensor, scale: Tensor, low: Tensor | None = None) -> Self:
         if codes.dtype != torch.float8_e4m3fn:
             raise ValueError(f"codes must be float8_e4m3fn, got {codes.dtype}")
+        if not codes.is_contiguous() and not _is_dense(codes):
+            raise ValueError(f"codes must be dense, got shape {tuple(codes.shape)} with strides {codes.stride()}")
         if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != codes.device:
             got = f"{scale.dtype} of shape {tuple(scale.shape)} on {scale.device}"
             raise ValueError(f"scale must be one float32 on {codes.device}, got {got}")
@@ -225,7 +227,8 @@ class Float8Weight(Tensor):
         """The part of a tensor like the words' codes that this is a view of."""
         if self._codes is self._words.codes:
             return whole
-        return whole.as_strided(self._codes.size(), self._codes.stride(), self._codes.storage_offset())
+        offset = self._codes.storage_offset() - self._words.codes.storage_offset()
+        return whole.as_strided(self._codes.size(), self._codes.stride(), offset)
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -280,6 +283,12 @@ class Float8Weight(Tensor):
             views = func(weight._codes, *args[1:], **kwargs)
             return tree_map(lambda codes: cls._of(weight._words, codes), views)
         return _plainly(func, args, kwargs)
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether a tensor fills its memory, in any order of its dimensions."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.numel() in (0, last + 1)
 
 
 def _plainly(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
