@@ -7,7 +7,7 @@ backward pass. That is the rule of saving: the codes, if the forward pass makes 
 else the matrix itself or, by the plan, codes only.
 
 A `Float8Weight` consists of e4m3 codes: where a plan wants such codes of W, they are taken as they are, with the
-weight's scale in place of one of the plan's scaling, and the weight itself is saved for the backward pass.
+weight's one scale whatever the plan's scaling, and the weight itself is saved for the backward pass.
 """
 
 from __future__ import annotations

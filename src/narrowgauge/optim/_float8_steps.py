@@ -61,11 +61,8 @@ class Float8CSteps:
     """
 
     def __init__(self, steps: Sequence[ParamStep], scaled: bool, wides: dict[int, Tensor]) -> None:
-        mine = [
-            step
-            for step in steps
-            if unsupported(step.plan, step.param, step.group) is None and _has_words(step, step.state)
-        ]
+        usable = _c_float8.unavailable() is None
+        mine = [step for step in steps if usable and not step.plan.has_terms and _has_words(step, step.state)]
         most = max((step.param.numel() for step in mine), default=0)
         size = 1 << max(most - 1, 0).bit_length()  # few sizes, for lists of one parameter
         if size not in wides:

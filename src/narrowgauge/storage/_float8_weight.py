@@ -381,8 +381,12 @@ def _where(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if condition.numel() != 1 or not weights:
         return NotImplemented
     codes = torch.where(condition, one.codes.view(torch.uint8), other.codes.view(torch.uint8))
-    lows = [torch.zeros_like(codes, dtype=torch.int8) if x.low is None else x.low for x in (one, other)]
-    low = None if one.low is None and other.low is None else torch.where(condition, lows[0], lows[1])
+    low = None
+    if one.low is not None or other.low is not None:
+        zeros = torch.zeros_like(codes, dtype=torch.int8)
+        low = torch.where(
+            condition, zeros if one.low is None else one.low, zeros if other.low is None else other.low
+        )
     scale = torch.where(condition.reshape(()), one.scale, other.scale)
     return Float8Weight(codes.view(torch.float8_e4m3fn), scale, low)
 
