@@ -10,6 +10,8 @@ On another number of ranks blocks may begin elsewhere, and items would belong to
 written for other shards is assembled from its boxes (`Chunks`): copied block by block if the blocks here are the
 same, else decoded and encoded again.
 
+Low words of 4 bits (`split4`) leave a rank as those of `split8`, a byte each, because a shard may cut a pair.
+
 A `state_dict` has other shapes, which torch's tools can move by themselves: see `_state_shapes`.
 """
 
@@ -25,10 +27,12 @@ from torch import Tensor
 
 from narrowgauge.optim._plan import ParamPlan
 from narrowgauge.optim._sharding import Shard, as_shared, is_shared, is_split, local
+from narrowgauge.storage._weights import to_bytes
 
 _CODES = "codes"
 # The keys of row means and column means: of a moment that is stored as a whole, in one box.
 _FACTORS = ("rows", "columns")
+_PAIRS, _WORDS = "weight.codes", "weight.lo"  # low words of 4 bits, and of 8
 
 Tensors = Mapping[str, Tensor]
 # Decodes a box's moments that are stored in blocks of a size: float32, by slot, in the box's sizes.
@@ -67,6 +71,19 @@ def is_factor(key: str) -> bool:
     return key.rpartition(".")[2] in _FACTORS
 
 
+def with_single_words(state: Mapping[str, Any], shape: Sequence[int]) -> Mapping[str, Any]:
+    """The state of a parameter of this shape with one low word an element, as `split8` has them."""
+    if _PAIRS not in state:
+        return state
+    pairs, whole = state[_PAIRS], torch.Size(shape)
+    if pairs.dtype != torch.uint8 or pairs.shape != (-(-whole.numel() // 2),):
+        raise ValueError(
+            f"state_dict: {_PAIRS!r} must be two words a byte for shape {tuple(whole)}, got {pairs.dtype} of shape "
+            f"{tuple(pairs.shape)}"
+        )
+    return {**{key: x for key, x in state.items() if key != _PAIRS}, _WORDS: to_bytes(pairs, whole)}
+
+
 def without_padding(box: Shard, words: Tensors, packed: Collection[str], block_size: int) -> dict[str, Tensor]:
     """Tensors in blocks of a box, without the zeros that `to_dtensors` adds; `packed` codes are kept two a byte."""
     found = {}
@@ -97,6 +114,7 @@ def to_pieces(p: Any, plan: ParamPlan, state: Tensors) -> dict[str, Any]:
     if not is_shared(p):
         return dict(state)
     here = local(p)
+    state = with_single_words(state, here.shape)
     items = _items(plan, largest(p)) if plan.shard is not None else {}
     given: dict[str, Any] = {}
     for key, x in state.items():
@@ -134,6 +152,7 @@ def assembled(
     for box, saved in chunks.sources:
         if (box.offsets, box.sizes) == (mine.offsets, mine.sizes):
             return common | dict(saved), False
+    chunks = Chunks([(box, with_single_words(saved, box.sizes)) for box, saved in chunks.sources], common)
     keys = {key for _, saved in chunks.sources for key in saved}
     blocks = in_blocks(keys)
     made: dict[str, Any] = common
