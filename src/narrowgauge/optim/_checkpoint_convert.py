@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.optim._plan import ParamPlan, SlotPlan
-from narrowgauge.optim._sharded_state import in_blocks
+from narrowgauge.optim._sharded_state import LOW_CODES, in_blocks
 from narrowgauge.optim._sharding import Shard, local
 from narrowgauge.storage import (
     StateContext,
@@ -29,7 +29,7 @@ from narrowgauge.storage import (
     weight_storage,
     weight_storages,
 )
-from narrowgauge.storage._weights import Split4, to_nibbles
+from narrowgauge.storage._weights import Split4, Split8, to_nibbles
 
 
 class Notes(dict[str, list[str]]):
@@ -235,6 +235,8 @@ class StateReader:
             return None
         if source is target:
             return low
+        if isinstance(target, Split4) and key == LOW_CODES:  # a byte each: copied, whatever the parameter is now
+            return to_nibbles(low)
         if target.key is None and is_lossy(source, self.p, low):
             what = f"dropped {key!r} of {source.name!r}, which {target.name!r} has no place for"
             self.notes.add(what, name)
@@ -346,7 +348,12 @@ def _narrow(p: Tensor, low: Tensor, key: str) -> Tensor:
 
 
 def _weight_storage_of(key: str, low: Tensor, p: Tensor) -> WeightStorage | None:
-    """The storage whose low word beside p has this key and dtype."""
+    """The storage whose low word beside p has this key and dtype.
+
+    Words of `split4` come from sharded parameters as those of `split8`.
+    """
+    if key == Split4.key and low.dtype == torch.int8:
+        key = Split8.key
     for storage in map(weight_storage, weight_storages()):
         if storage.key == key and p.dtype in storage.dtypes and storage.low_dtype(p.dtype) == low.dtype:
             return storage

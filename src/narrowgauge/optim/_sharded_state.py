@@ -32,7 +32,7 @@ from narrowgauge.storage._weights import to_bytes
 _CODES = "codes"
 # The keys of row means and column means: of a moment that is stored as a whole, in one box.
 _FACTORS = ("rows", "columns")
-_PAIRS, _WORDS = "weight.codes", "weight.lo"  # low words of 4 bits, and of 8
+LOW_CODES = "weight.codes"  # low words of 4 bits
 
 Tensors = Mapping[str, Tensor]
 # Decodes a box's moments that are stored in blocks of a size: float32, by slot, in the box's sizes.
@@ -72,16 +72,17 @@ def is_factor(key: str) -> bool:
 
 
 def with_single_words(state: Mapping[str, Any], shape: Sequence[int]) -> Mapping[str, Any]:
-    """The state of a parameter of this shape with one low word an element, as `split8` has them."""
-    if _PAIRS not in state:
+    """The state of a parameter of this shape; low words of two a byte become int8 in this shape, as of `split8`."""
+    pairs, whole = state.get(LOW_CODES), torch.Size(shape)
+    if pairs is None or (pairs.dtype == torch.int8 and pairs.shape == whole):
         return state
-    pairs, whole = state[_PAIRS], torch.Size(shape)
+    pairs = pairs.full_tensor() if is_shared(pairs) else pairs  # torch cuts what it finds flat
     if pairs.dtype != torch.uint8 or pairs.shape != (-(-whole.numel() // 2),):
         raise ValueError(
-            f"state_dict: {_PAIRS!r} must be two words a byte for shape {tuple(whole)}, got {pairs.dtype} of shape "
-            f"{tuple(pairs.shape)}"
+            f"state_dict: {LOW_CODES!r} must be two words a byte for shape {tuple(whole)}, got {pairs.dtype} of "
+            f"shape {tuple(pairs.shape)}"
         )
-    return {**{key: x for key, x in state.items() if key != _PAIRS}, _WORDS: to_bytes(pairs, whole)}
+    return {**state, LOW_CODES: to_bytes(pairs, whole)}
 
 
 def without_padding(box: Shard, words: Tensors, packed: Collection[str], block_size: int) -> dict[str, Tensor]:
@@ -154,7 +155,7 @@ def assembled(
             return common | dict(saved), False
     chunks = Chunks([(box, with_single_words(saved, box.sizes)) for box, saved in chunks.sources], common)
     keys = {key for _, saved in chunks.sources for key in saved}
-    blocks = in_blocks(keys)
+    blocks = in_blocks(keys) - {LOW_CODES}
     made: dict[str, Any] = common
     for key in sorted(keys - blocks):
         parts = [(box, saved[key]) for box, saved in chunks.sources if key in saved]
@@ -181,9 +182,15 @@ def assembled(
 
 
 def whole_state(chunks: Chunks, block_size: int) -> dict[str, Tensor] | None:
-    """A whole parameter's tensors in blocks; None if some box cuts a block."""
-    keys = sorted({key for _, saved in chunks.sources for key in saved})
-    return _joined(Shard.whole(chunks.sources[0][0].shape), chunks, keys, block_size)
+    """A whole parameter's tensors in blocks and its 4-bit low words; None if some box cuts a block."""
+    keys = {key for _, saved in chunks.sources for key in saved}
+    whole = Shard.whole(chunks.sources[0][0].shape)
+    blocks = sorted(keys - {LOW_CODES})
+    joined = _joined(whole, chunks, blocks, block_size) if blocks else {}
+    if joined is None or LOW_CODES not in keys:
+        return joined
+    words = [(box, with_single_words(saved, box.sizes)[LOW_CODES]) for box, saved in chunks.sources]
+    return {**joined, LOW_CODES: _boxed(whole, words)}
 
 
 def _joined(mine: Shard, chunks: Chunks, keys: Sequence[str], block: int) -> dict[str, Tensor] | None:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from narrowgauge.optim._plan import ParamPlan
 from narrowgauge.optim._sharded_state import (
+    LOW_CODES,
     Chunks,
     Reader,
     assembled,
@@ -74,7 +75,7 @@ def to_shapes(p: Any, plan: ParamPlan, state: Mapping[str, Tensor]) -> dict[str,
     shape, sizes = tuple(p.shape), tuple(local(p).shape)
     state = with_single_words(state, sizes)
     slots = {slot.slot.name: slot for slot in (*plan.slots, *plan.inactive)}
-    blocks = {key for key in in_blocks(state) if not is_factor(key)}
+    blocks = {key for key in in_blocks(state) if not is_factor(key)} - {LOW_CODES}
     given: dict[str, Any] = {}
     for key, x in state.items():
         slot = slots[key.rpartition(".")[0]] if key in blocks else None
@@ -134,7 +135,7 @@ def from_shapes(
     if plan.shard is not None:
         entry = with_single_words(entry, p.shape)
     mine = plan.shard if plan.shard is not None else Shard.whole(p.shape)
-    blocks = {key for key in in_blocks(entry) if has_items(entry[key])}
+    blocks = {key for key in in_blocks(entry) if has_items(entry[key])} - {LOW_CODES}
     if plan.shard is not None:
         _check(plan, {key: value for key, value in entry.items() if key not in blocks})
     if plan.shard is not None and not all(_is_cut_alike(p, key, entry[key], block_size) for key in blocks):
