@@ -137,6 +137,8 @@ def _named(tier: int, name: str) -> Ours:
 
 _EXACT = "bf16 + int16 words (exact fp32 weights), "
 _SPLIT8 = "bf16 + int8 words (24-bit weights), "
+_SPLIT4 = "bf16 + 4-bit words (20-bit weights), "
+_STOCHASTIC = "bf16 rounded stochastically, "
 _PEERS = (
     Peer("FlashAdamW", "24-bit weights, companded 8-bit states", PEERS, "flashoptim", _flashoptim),
     Peer("bitsandbytes AdamW8bit", "bf16 alone, paper's 8-bit states", PEERS, "bitsandbytes", _bitsandbytes),
@@ -157,7 +159,7 @@ _PEERS = (
 
 def rows() -> tuple[Row, ...]:
     """All rows by tier; those of state storages that this version does not have are left out."""
-    mixed = {"m": "log4", "v": "log8"}
+    mixed, factored = {"m": "log4", "v": "log8"}, {"m": "log4", "v": "factored"}
     found: list[Ours] = [
         _named(ANCHORS, REFERENCE),
         _ours(ANCHORS, "split", "log8", _EXACT + "logarithmic 8-bit states"),
@@ -165,6 +167,13 @@ def rows() -> tuple[Row, ...]:
         _ours(LOW, "split8", "log8", _SPLIT8 + "logarithmic 8-bit states"),
         _ours(LOW, "split8", mixed, _SPLIT8 + "m in 4 bits, v in 8"),
         _ours(LOW, "split8", "log4", _SPLIT8 + "logarithmic 4-bit states"),
+        _ours(LOW, "split4", "log8", _SPLIT4 + "logarithmic 8-bit states"),
+        _ours(LOW, "split4", mixed, _SPLIT4 + "m in 4 bits, v in 8"),
+        _ours(LOW, "split4", "log4", _SPLIT4 + "logarithmic 4-bit states"),
+        _ours(LOW, "split4", factored, _SPLIT4 + "m in 4 bits, v by rows and columns"),
+        _ours(LOW, "stochastic", "log8", _STOCHASTIC + "logarithmic 8-bit states"),
+        _ours(LOW, "stochastic", mixed, _STOCHASTIC + "m in 4 bits, v in 8"),
+        _ours(LOW, "stochastic", "log4", _STOCHASTIC + "logarithmic 4-bit states"),
         _ours(LOW, "split8", "8bit", _SPLIT8 + "the paper's 8-bit states"),
         _named(LOW, "split"),
         _ours(LOW, "split", "8bit", "the paper's, in blocks of 2048", block_size=2048, suffix=", 2048"),
@@ -172,8 +181,6 @@ def rows() -> tuple[Row, ...]:
         _ours(REST, "split", "8bit", "the paper's, embeddings in fp32", embeddings="fp32", suffix=", wte fp32"),
         _ours(REST, "expansion", "8bit", "bf16 weights as expansions, the paper's 8-bit states"),
         _ours(REST, "plain", "log8", "bf16 alone, logarithmic 8-bit states"),
-        _ours(REST, "stochastic", "log8", "bf16 rounded stochastically, logarithmic 8-bit states"),
-        _ours(REST, "stochastic", "log4", "bf16 rounded stochastically, logarithmic 4-bit states"),
         _ours(REST, "split8", "4bit", _SPLIT8 + "block-wise 4-bit states"),
         _ours(REST, "split8", "fp8", _SPLIT8 + "block-wise float8 states"),
     ]  # fmt: skip

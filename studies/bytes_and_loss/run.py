@@ -2,6 +2,7 @@
 
     python -m studies.bytes_and_loss.run --device cuda --jobs 6 --out NAME.json
     python -m studies.bytes_and_loss.run --model micro --vocabulary 512 --steps 50 --out runs/bytes.json    # a toy
+    python -m studies.bytes_and_loss.run --model micro --trained 2000 --lr 1e-5 --out NAME.json    # fine-tuning
 
 Every row starts from the same weights and sees the same batches, so the loss of D (fp32 states, fp32 master
 weights) can be subtracted from its own seed by seed; how far D's losses lie apart over the seeds says which
@@ -96,6 +97,9 @@ def main(
     warmup: options.Warmup = Setting.warmup,
     beta2: Annotated[list[float] | None, typer.Option(help="The second moment's; the first for all rows.")] = None,
     clip: Annotated[float, typer.Option(min=0, help="Largest norm of the gradients; 0: any.")] = Setting.clip,
+    final: Annotated[float, typer.Option(min=0, help="Share of the rate left at the last step.")] = Setting.final,
+    trained: Annotated[int, typer.Option(min=0, help="Steps in fp32 before any row begins.")] = Setting.trained,
+    trained_lr: Annotated[float, typer.Option(help="Learning rate of these.")] = Setting.trained_lr,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each row: seeds 0, 1, …")] = 3,
     device: options.Device = Setting.device,
     graph: Annotated[bool, typer.Option(help="Replay our optimizers' steps from a CUDA graph.")] = Setting.graph,
@@ -114,7 +118,7 @@ def main(
     models, betas, rates = model or [Setting.model], beta2 or [Setting.beta2], lr or [Setting.lr]
     first = Setting(
         data, models[0], vocabulary, sequence, steps, batch, rates[0], warmup,
-        beta2=betas[0], clip=clip, device=device, graph=graph,
+        final=final, beta2=betas[0], clip=clip, trained=trained, trained_lr=trained_lr, device=device, graph=graph,
     )  # fmt: skip
     varied = [replace(first, beta2=b) for b in betas[1:]] + [replace(first, model=m) for m in models[1:]]
     names = [row.name for row in bytes_rows.rows()]

@@ -25,7 +25,7 @@ KINDS: dict[str, tuple[torch.dtype, Callable]] = {
         lambda ps: ours(ps, weights="split8", states={"m": "log8", "v": "factored"}),
     ),
     "kahan, fp8": (torch.bfloat16, lambda ps: ours(ps, weights="kahan", states="fp8")),
-    "stochastic, 4bit": (torch.bfloat16, lambda ps: ours(ps, weights="stochastic", states="4bit")),
+    "split4, 4bit": (torch.bfloat16, lambda ps: ours(ps, weights="split4", states="4bit")),
     "master, expansion": (torch.float16, lambda ps: ours(ps, weights="master", states="expansion")),
     "SGD": (torch.bfloat16, lambda ps: ng.optim.SGD(ps, lr=1e-2, momentum=0.9, weights="split", states="bf16")),
     "clipped": (torch.float32, lambda ps: ng.optim.StableAdamW(ps, lr=1e-2, max_grad_norm=0.5)),

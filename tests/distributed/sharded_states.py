@@ -112,7 +112,7 @@ PARTS = StateDictOptions()
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 # Every storage where blocks align; one with 8-bit codes, and one with two codes a byte, where they do not.
 BY_TORCH = [(storage, BLOCKS[0]) for storage in STORAGES]
-BY_TORCH += [(storage, BLOCKS[1]) for storage in ("split8, log8", "stochastic, 4bit")]
+BY_TORCH += [(storage, BLOCKS[1]) for storage in ("split8, log8", "split4, 4bit")]
 Case = tuple[str, int]
 
 
@@ -224,7 +224,7 @@ def on_one(storage: str, block: int, weights: Any, state: Any, wanted: Any) -> d
     said = [str(w.message) for w in caught if "anew" in str(w.message)]
     twin, alone = model("AdamW", storage, block, shared=False)
     train(twin, alone, range(2))
-    names = [name for name in SHAPES if name != "bias" or not storage.startswith("stochastic")]
+    names = [name for name in SHAPES if name != "bias" or not storage.startswith(("stochastic", "split4"))]
     equal = all(
         same(value, optimizer.state[net[name]][word])
         for name in names
@@ -237,7 +237,7 @@ def by_hand(rank: int, folder: Path) -> dict[str, Any]:
     """Conversion, copies and whole states of one process; and what is refused."""
     told: dict[str, Any] = {}
     # Whole states of one process, kept in the same way; and written to another storage.
-    for storage in ("stochastic, 4bit", "split8, log8"):
+    for storage in ("split4, 4bit", "split8, log8"):
         whole, alone = model("AdamW", storage, BLOCK, shared=False)
         train(whole, alone, range(2))
         net, optimizer = model("AdamW", storage, BLOCK, shared=True)

@@ -39,7 +39,7 @@ STORAGES = {
     "split, 8bit": (torch.bfloat16, {"weights": "split", "states": "8bit"}),
     "expansion, log4": (torch.bfloat16, {"weights": "expansion", "states": "log4"}),
     "kahan, fp8": (torch.bfloat16, {"weights": "kahan", "states": "fp8"}),
-    "stochastic, 4bit": (torch.bfloat16, {"weights": "stochastic", "states": "4bit"}),
+    "split4, 4bit": (torch.bfloat16, {"weights": "split4", "states": "4bit"}),
     "master, expansion": (torch.float16, {"weights": "master", "states": "expansion"}),
     "stochastic, bf16": (torch.bfloat16, {"weights": "stochastic", "states": "bf16"}),
 }
@@ -187,7 +187,7 @@ def compare(rule: str, storage: str, mesh: DeviceMesh, steps: int = STEPS) -> di
 
 
 # Those whose sums come before the step, after the norm, or not at all; interpreted, each takes ten seconds.
-BY_TRITON = [("StableAdamW", "stochastic, 4bit"), ("clipped norm, LAMB", "kahan, fp8"), ("AdamW", "split8, log8")]
+BY_TRITON = [("StableAdamW", "split4, 4bit"), ("clipped norm, LAMB", "kahan, fp8"), ("AdamW", "split8, log8")]
 EAGERLY = [*BY_TRITON, ("LARS", "split, 8bit"), ("AdamW", "expansion, log4")]
 
 

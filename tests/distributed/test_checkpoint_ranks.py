@@ -29,13 +29,14 @@ from narrowgauge.distributed import (
     save_checkpoint_async,
 )
 from narrowgauge.distributed._checkpoint import _save
+from narrowgauge.optim._sharded_state import with_single_words
 
 WORLD = 2
 # Storages whose words are sharded element by element as parameters are, or in blocks that begin with shards.
 SHARDED: dict[str, tuple[torch.dtype, Callable]] = {
     "torch AdamW": KINDS["torch AdamW"],
     "fp32": KINDS["fp32"],
-    "split, bf16": (torch.bfloat16, lambda ps: ours(ps, weights="split", states="bf16")),
+    "split4, bf16": (torch.bfloat16, lambda ps: ours(ps, weights="split4", states="bf16")),
     "split8, log8": KINDS["split8, log8"],
     "expansion, log4": KINDS["expansion, log4"],
     "clipped": KINDS["clipped"],
@@ -104,7 +105,8 @@ def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[
     states = getattr(optimizer, "state_in_pieces", optimizer.state_dict)()
     ids = [i for group in states["param_groups"] for i in group["params"]]
     return {
-        name.removeprefix("module."): {"p": one(p)} | {word: one(v) for word, v in states["state"][i].items()}
+        name.removeprefix("module."): {"p": one(p)}
+        | {word: one(v) for word, v in with_single_words(states["state"][i], p.shape).items()}
         for i, (name, p) in zip(ids, model.named_parameters(), strict=True)
     }
 
@@ -149,7 +151,7 @@ def loading_on_three(rank: int, folder: Path) -> dict[str, list[float]]:
             again = save_checkpoint(folder / f"{way} {kind} of 3", model=model, optimizer=optimizer, step=6)
             assert again.name == "step-000000006"
     # Codes of whole parameters beside shards: put together, or decoded to other storages.
-    for kind in ("split8, log8", "split, bf16"):
+    for kind in ("split8, log8", "split4, bf16"):
         model, optimizer = sharded(kind)
         load_checkpoint(folder / "ddp split8, log8" / "step-000000003", model=model, optimizer=optimizer)
         told[f"ddp split8, log8 as {kind}"] = train(model, optimizer, range(3, 6))

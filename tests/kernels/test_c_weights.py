@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 
 import pytest
 import torch
@@ -16,14 +17,17 @@ from pairwise import cases
 
 BLOCKS = (64, 16)  # of one part of 64 elements and of one of 16, for which compilers make other code
 MANTISSAS = {torch.bfloat16: 7, torch.float16: 10}
-CASES = [(torch.bfloat16, name) for name in ("plain", "kahan", "expansion", "split", "split8", "master")]
+CASES = [(torch.bfloat16, name) for name in ("plain", "kahan", "expansion", "split", "split8", "split4", "master")]
 CASES += [(torch.float16, name) for name in ("plain", "kahan", "expansion", "master")]
 
 
 @functools.cache
 def functions(name: str, dtype: torch.dtype, block: int) -> ctypes.CDLL:
     c_type, suffix = FLOATS[dtype]
-    low = {"plain": "u8", "split": "int16_t", "split8": "int8_t", "master": "float"}.get(name, c_type)
+    low = {"plain": "u8", "split": "int16_t", "split8": "int8_t", "split4": "u8", "master": "float"}.get(
+        name, c_type
+    )
+    random, low_step = ("", "BLOCK") if name != "split4" else (", (void *)random", "BLOCK / 2")
     text = [
         f"#define BLOCK {block}",
         f"#define WORD {c_type}",
@@ -35,10 +39,11 @@ def functions(name: str, dtype: torch.dtype, block: int) -> ctypes.CDLL:
         f"#define MANTISSA_BITS {MANTISSAS[dtype]}",
         source("words.h"),
         source("weights.h"),
-        f"void step(long blocks, WORD *p, {low} *low, float *w, float *delta) {{",
-        "    for (long b = 0; b < blocks; b++, p += BLOCK, low += BLOCK, w += BLOCK, delta += BLOCK) {",
+        f"void step(long blocks, WORD *p, {low} *low, float *w, float *delta, const u16 *random) {{",
+        "    for (long b = 0; b < blocks; b++, p += BLOCK, w += BLOCK, delta += BLOCK, random += BLOCK) {",
         f"        {name}_read(p, (void *)low, w);",
-        f"        {name}_add(p, (void *)low, w, delta);",
+        f"        {name}_add(p, (void *)low, w, delta{random});",
+        f"        low += {low_step};",
         "    }",
         "}",
     ]
@@ -67,17 +72,18 @@ def test_words_are_eager_torchs(of: tuple[torch.dtype, str], lows: str, block: i
     count = len(p)
     low = None
     if low_dtype is not None:
-        low = wild(low_dtype, count, 1)
+        low = wild(low_dtype, math.prod(storage.low_shape(p)), 1)
         if lows == "fitting" and low_dtype.is_floating_point:
             low = p.to(torch.float32).mul(2.0 ** -MANTISSAS[dtype] / 2).to(low_dtype) * (low > 0)
     # Updates of all sizes beside the weight, and some of any size.
     delta = p.to(torch.float32) * 2.0 ** torch.linspace(-30, 4, count)
     delta = torch.where(torch.arange(count) % 5 == 0, wild(torch.float32, count, 2), delta)
 
+    random = wild(torch.int16, count, 3)
     w = storage.read(p, low)
-    expected_p, expected_low = storage.add(p, low, w, delta, lambda: p)
+    expected_p, expected_low = storage.add(p, low, w, delta, lambda: random.to(torch.int32) & 0xFF)
     made, kept, read = p.clone(), low.clone() if low is not None else torch.zeros(count), torch.empty(count)
-    pointers = [ctypes.c_void_p(x.data_ptr()) for x in (made, kept, read, delta)]
+    pointers = [ctypes.c_void_p(x.data_ptr()) for x in (made, kept, read, delta, random)]
     functions(name, dtype, block).step(ctypes.c_long(count // block), *pointers)
     assert torch.equal(bits(read), bits(w))
     assert torch.equal(bits(made), bits(expected_p))

@@ -33,7 +33,8 @@ def error(storage: str, value: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     ulp = fmt.ulp(value)
     if storage in ("kahan", "expansion"):
         return ulp * 2.0 ** -(fmt.mantissa_bits + 3) + fmt.min_subnormal / 2
-    return ulp * {"split8": 2.0**-8, "split": 2.0**-16, "master": 2.0 ** (fmt.mantissa_bits - 23)}.get(storage, 0.5)
+    digits = {"split4": 4, "split8": 8, "split": 16, "master": 23 - fmt.mantissa_bits}
+    return ulp * 2.0 ** -digits.get(storage, 1)
 
 
 @pytest.mark.parametrize(("old", "new", "dtype"), WEIGHTS, ids=str)
@@ -45,13 +46,17 @@ def test_every_weight_storage_becomes_every_other(old: str, new: str, dtype: tor
         for p, q in zip(loaded.param_groups[0]["params"], saved.param_groups[0]["params"], strict=True):
             p.copy_(q)
     before = [p.detach().clone() for p in loaded.param_groups[0]["params"]]
-    loses = weight_storage(old).key is not None and weight_storage(new).key is None
+    drops = weight_storage(old).key is not None and weight_storage(new).key is None
+    rounds = weight_storage(old).key is not None and new == "split4" != old
+    loses = drops or rounds
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loaded.load_state_dict(saved.state_dict())
     assert [w.category for w in caught] == [UserWarning] * loses
     if loses:
         words = rf"dropped 'weight\.\w+' of '{old}', which '{new}' has no place for \(weight, odd, bias\)"
+        if rounds:
+            words = rf"rounded 'weight\.\w+' of '{old}' to the 4 bits of 'split4' \(weight, odd, bias\)"
         with pytest.warns(UserWarning, match=words):
             loaded.load_state_dict(saved.state_dict())
     assert all(torch.equal(p, q) for p, q in zip(before, loaded.param_groups[0]["params"], strict=True))

@@ -141,7 +141,7 @@ def test_the_loss_is_that_of_the_same_plan_over_fp32_masters() -> None:
     assert abs(torch.tensor(narrow).mean() - wanted) < 0.02
 
 
-@pytest.mark.parametrize("weights", ["split8", "master", "kahan", "plain"])
+@pytest.mark.parametrize("weights", ["split8", "split4", "master", "kahan", "plain"])
 def test_a_running_optimizer_converts_to_codes_and_back(weights: str) -> None:
     model = net().to(BF16)
     swap_linears(model, TENSORWISE_FP8)

@@ -55,8 +55,8 @@ def test_training_follows_fp32_as_far_as_the_weight_storage_can(case: Case) -> N
     elif weights in ("stochastic", "fp8split8"):
         assert abs(float(moved.mean() / wanted.mean()) - 1) < 0.05
     else:
-        # Measured: split8 up to 0.0073 (Lion), all others up to 0.0025.
-        weight_error = 0.01 if weights == "split8" else 0.005
+        # Measured: split4 up to 0.117 (AdaGrad), split8 up to 0.0073 (Lion), all others up to 0.0025.
+        weight_error = {"split4": 0.13, "split8": 0.01}.get(weights, 0.005)
         assert error < STATES_ERROR[states] * RECORDS[rule].loose + weight_error
     assert optimizer.state_bytes() == optimizer.describe().bytes + 12  # a float32 step count, an int64 counter
 

@@ -94,8 +94,8 @@ def random_halves(
     Args:
         count: how many.
         seed, stream, step, device: as for `random_bits`.
-        purpose: what they are for, from 1: sequences of different purposes are independent of each other and of
-            `random_bits`, which is purpose 0. It is the upper half of the step's counter.
+        purpose: what they are for: sequences of different purposes are independent of each other. Purpose 0 has
+            the bits of `random_bits`. It is the upper half of the step's counter.
         offset: the index of the first element, an even number.
 
     Returns:

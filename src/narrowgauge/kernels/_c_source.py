@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from narrowgauge.formats import FloatFormat
-from narrowgauge.kernels._codec import KINDS, Codec, Moment, Word, in_order, text_of
+from narrowgauge.kernels._codec import KINDS, Codec, Moment, Word, in_order, text_of, weight_purpose
 from narrowgauge.kernels._graph import Equation, Node, uniforms, walk
 
 _SOURCES = Path(__file__).parent / "c"
@@ -170,13 +170,15 @@ def _tile(step: StepSpec) -> str:
     ]
     results = {f"new_{name}": node for name, node in step.equation.moments.items()} | {"delta": step.equation.delta}
     results |= {f"effect_{m.name}": step.equation.effects[m.name] for m in carried}
-    random = "random + o" if step.weight.needs_random else ""
+    random = ""
+    if step.weight.needs_random:
+        random = "random + o" if step.weight.wide_random else f"random_{weight_purpose(step.kept)} + o"
     given = [part_of(step.words[0], "at[0]"), _low(step), "w", "delta", random]
     add = [f"{step.weight.name}_add({', '.join(filter(None, given))});"]
     lines = [
         *_opening("tile", names),
         *(f"float all_{name}[BLOCK];" for name in waiting),
-        *(["u32 random[BLOCK]; random_words(random, index, key);"] if random else []),
+        *_random(step),
         "PARTS {",
         *asked,
         *(f"float *const {name} = all_{name} + o;" for name in waiting),
@@ -246,12 +248,18 @@ def _decode(step: StepSpec, moment: Moment, x: str, normalizer: str) -> str:
 
 def _encode(step: StepSpec, moment: Moment, x: str) -> str:
     """Of a block, or of a part where nothing asks for blocks."""
-    random = f"random_{moment.name}"
+    random = f"random_{moment.purpose}"
     unit = f"all_kept_{moment.normalizer}" if moment.normalizer else "(const float *)0"
-    call = encode(moment.codec, step.places[moment.name], x, random, unit, _tables(step, moment))
-    if not moment.codec.needs_random:
-        return call
-    return f"u16 {random}[BLOCK]; random_halves({random}, index, key, {moment.purpose}); {call}"
+    return encode(moment.codec, step.places[moment.name], x, random, unit, _tables(step, moment))
+
+
+def _random(step: StepSpec) -> list[str]:
+    """Lines that make a block's random bits, by what they are for."""
+    purposes = {moment.purpose for moment in step.kept if moment.codec.needs_random}
+    if step.weight.needs_random and not step.weight.wide_random:
+        purposes.add(weight_purpose(step.kept))
+    made = [f"u16 random_{k}[BLOCK]; random_halves(random_{k}, index, key, {k});" for k in sorted(purposes)]
+    return made + (["u32 random[BLOCK]; random_words(random, index, key);"] if step.weight.wide_random else [])
 
 
 _INPUTS = {"weight": "w[i]", "grad": "g[i]"}
@@ -330,7 +338,7 @@ def encode(codec: Codec, blocks: Sequence[str], x: str, random: str, normalizer:
         place = f"(void *)({block})" if codec.blockwise else part_of(word, block)
         if word.packed:
             unpacked.append(f"u8 codes{k}[BLOCK];")
-            packing.append(f"pack(codes{k}, {place});")
+            packing.append(f"pack(codes{k}, {place}, BLOCK);")
             place = f"codes{k}"
         places.append(place)
     arguments = [x, *places, *([random] if codec.needs_random else []), *_further(codec, normalizer, tables)]

@@ -137,7 +137,8 @@ class Codec:
         table: for look-ups: its arrays are given before the constants.
         normalized: whether a moment is kept in units of another one's root, which the functions are given.
         error_feedback: whether the weight is given what a moment loses.
-        needs_random: whether encoding takes random bits: 16 an element, of a weight 32.
+        needs_random: whether encoding takes random bits: 16 an element, of a weight 8 or 32.
+        wide_random: whether a weight takes 32.
         pairs: whether Triton loads a weight's 16-bit words by twos and 8-bit words by fours, in 32 bits.
         registers: the most that a thread of a Triton program needs for this; see `Layout.registers`.
         units: how many units a Triton program does best with; see `Layout.units`.
@@ -152,6 +153,7 @@ class Codec:
     normalized: bool = False
     error_feedback: bool = False
     needs_random: bool = False
+    wide_random: bool = False
     pairs: bool = False
     registers: int = 72
     units: int = 16
@@ -186,6 +188,14 @@ class Moment:
     codec: Codec
     normalizer: str | None = None  # the moment whose root is its unit
     purpose: int = 1  # of its random bits, from 1
+
+
+def weight_purpose(moments: Iterable[Moment]) -> int:
+    """The purpose of the random bits of a weight that takes 8: those of a moment, or 0 for bits of its own.
+
+    Of 16 bits a moment's rounding depends on the upper ones, so the lower eight serve a second number.
+    """
+    return next((moment.purpose for moment in moments if moment.codec.needs_random), 0)
 
 
 def in_order(moments: Iterable[Moment]) -> list[Moment]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.optim._plan import ParamPlan, SlotPlan
-from narrowgauge.optim._sharded_state import in_blocks
+from narrowgauge.optim._sharded_state import LOW_CODES, in_blocks
 from narrowgauge.optim._sharding import Shard, local
 from narrowgauge.storage import (
     Float8Weight,
@@ -30,6 +30,7 @@ from narrowgauge.storage import (
     weight_storage,
     weight_storages,
 )
+from narrowgauge.storage._weights import Split4, Split8, to_nibbles
 
 
 class Notes(dict[str, list[str]]):
@@ -218,11 +219,12 @@ class StateReader:
         """The low word of the present weight storage for a saved one; None if there is none."""
         target, name = self.plan.weight, self.plan.name
         low = torch.as_tensor(self.entry[key]).detach().to(self.p.device)
-        if low.shape != self.p.shape:
-            wanted, got = tuple(self.p.shape), tuple(low.shape)
-            raise ValueError(f"state_dict: {key!r} of {name} must have shape {wanted}, got {got}")
         p = _narrow(self.p, low, key)
         source = _weight_storage_of(key.removeprefix("weight."), low, p)
+        wanted = tuple(self.p.shape) if source is None else tuple(source.low_shape(self.p))
+        if tuple(low.shape) != wanted:
+            got = tuple(low.shape)
+            raise ValueError(f"state_dict: {key!r} of {name} must have shape {wanted}, got {got}")
         if source is None:
             beside = "a Float8Weight" if isinstance(self.p, Float8Weight) else _name(self.p.dtype)
             what = f"dropped {key!r} in {_name(low.dtype)}, which means nothing beside {beside}"
@@ -235,10 +237,16 @@ class StateReader:
             return None
         if source is target:
             return low
+        if isinstance(target, Split4) and key == LOW_CODES:  # a byte each: copied, whatever the parameter is now
+            return to_nibbles(low)
         if target.key is None and is_lossy(source, self.p, low):
             what = f"dropped {key!r} of {source.name!r}, which {target.name!r} has no place for"
             self.notes.add(what, name)
-        return low_word(target, self.p, source.exact(self.p, low).to(torch.float32))
+        weight = source.exact(self.p, low).to(torch.float32)
+        made = low_word(target, self.p, weight)
+        if isinstance(target, Split4) and ((target.read(self.p, made) != weight) & ~weight.isnan()).any():
+            self.notes.add(f"rounded {key!r} of {source.name!r} to the 4 bits of {target.name!r}", name)
+        return made
 
 
 @torch.no_grad()
@@ -305,6 +313,9 @@ def low_word(storage: WeightStorage, p: Tensor, value: Tensor) -> Tensor | None:
     """The low word that brings p nearest to a value within half a unit in p's last place; None without low
     words.
     """
+    if isinstance(storage, Split4):
+        lo = low_word(weight_storage("split8"), p, value)
+        return to_nibbles(lo) if lo is not None else None
     low = storage.init(p)
     if low is None:
         return None
@@ -320,7 +331,7 @@ def low_word(storage: WeightStorage, p: Tensor, value: Tensor) -> Tensor | None:
 
 
 def _no_noise() -> Tensor:
-    raise AssertionError("storages with a low word round to nearest")
+    raise AssertionError("storages with a low word of a byte or more round to nearest")
 
 
 def _narrow(p: Tensor, low: Tensor, key: str) -> Tensor:
@@ -339,7 +350,12 @@ def _narrow(p: Tensor, low: Tensor, key: str) -> Tensor:
 
 
 def _weight_storage_of(key: str, low: Tensor, p: Tensor) -> WeightStorage | None:
-    """The storage whose low word beside p has this key and dtype."""
+    """The storage whose low word beside p has this key and dtype.
+
+    Words of `split4` come from sharded parameters as those of `split8`.
+    """
+    if key == Split4.key and low.dtype == torch.int8:
+        key = Split8.key
     for storage in map(weight_storage, weight_storages()):
         if storage.float8 != isinstance(p, Float8Weight):
             continue

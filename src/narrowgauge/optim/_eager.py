@@ -160,8 +160,16 @@ class Noise:
         )  # fmt: skip
         return bits.view(self.p.shape)
 
+    def of_weight(self, plan: ParamPlan) -> Callable[[], Tensor]:
+        """Makes the random bits of the weight: 32 an element, or 8 (see `weight_purpose`)."""
+        if plan.weight.random_bits == 32:
+            return self.words
+        rounded = (number for number, slot in enumerate(plan.slots, start=1) if slot.storage.stochastic)
+        purpose = next(rounded, 0)
+        return lambda: self.halves(purpose) & 0xFF
+
     def halves(self, slot: int) -> Tensor:
-        """16 random bits an element, for the state of a slot, counted from 1."""
+        """16 random bits an element, for the state of a slot, counted from 1; 0 is the weight."""
         halves = random_halves(
             self.p.numel(), seed=self.seed, stream=self.stream, step=self.step, purpose=slot, offset=self.origin,
             device=self.p.device,
@@ -211,7 +219,7 @@ def update(
     new_state: State
     if plan.strict:
         delta = delta.to(read.weight_dtype)
-        new_p, new_low = plan.weight.add_rounded(p, low, delta, noise.words)
+        new_p, new_low = plan.weight.add_rounded(p, low, delta, noise.of_weight(plan))
         new_state = {key: moments[slot.slot.name][1][name] for slot in plan.slots for name, key in slot.keys}
     else:
         # Beside a device's float64 numbers a 0-d moment has become float64.
@@ -225,7 +233,7 @@ def update(
             carried = part if carried is None else carried + part
         # Nothing is added where nothing is carried: adding zero would change the sign of a zero.
         delta = (delta if carried is None else delta + carried).to(torch.float32)
-        new_p, new_low = plan.weight.add(p, low, read.weight, delta, noise.words)
+        new_p, new_low = plan.weight.add(p, low, read.weight, delta, noise.of_weight(plan))
     if plan.weight_key is not None and new_low is not None:
         new_state[plan.weight_key] = new_low
     return new_p, new_state, delta

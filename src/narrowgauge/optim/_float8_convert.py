@@ -40,7 +40,9 @@ def change_class(p: Tensor, plan: ParamPlan, state: State, target: WeightStorage
         low = target.init(hi)
     else:
         hi = whole.to(plan.dtype)
-        hi, low = target.add(hi, target.init(hi), whole, torch.zeros_like(whole), lambda: _nearest(whole))
+        hi, low = target.add(
+            hi, target.init(hi), whole, torch.zeros_like(whole), lambda: _nearest(whole, target.random_bits)
+        )
     become(p, hi)
     state.pop(plan.weight_key or "", None)
     if low is not None:
@@ -54,6 +56,6 @@ def change_class(p: Tensor, plan: ParamPlan, state: State, target: WeightStorage
     return undo
 
 
-def _nearest(x: Tensor) -> Tensor:
-    """In place of random words: those that round to the nearest."""
-    return torch.full(x.shape, 1 << 31, dtype=torch.int64, device=x.device)
+def _nearest(x: Tensor, bits: int) -> Tensor:
+    """In place of random numbers of so many bits: those that round to the nearest."""
+    return torch.full(x.shape, 1 << (bits - 1), dtype=torch.int64, device=x.device)

@@ -29,10 +29,11 @@ class Options(TypedDict, total=False):
     leaves out is as in the group. To change it, put another dictionary in its place.
 
     Attributes:
-        weights: ``"auto"``, ``"plain"``, ``"kahan"``, ``"expansion"``, ``"split"``, ``"split8"``, ``"stochastic"``
-            or ``"master"``. ``"auto"`` chooses by the dtype of each parameter: ``"plain"`` for float32,
-            ``"split8"`` for bfloat16 (``"expansion"`` with strict arithmetic), ``"kahan"`` for float16. float32
-            parameters take ``"plain"`` only, float16 parameters all except ``"split"`` and ``"split8"``.
+        weights: ``"auto"``, ``"plain"``, ``"kahan"``, ``"expansion"``, ``"split"``, ``"split8"``, ``"split4"``,
+            ``"stochastic"`` or ``"master"``. ``"auto"`` chooses by the dtype of each parameter: ``"plain"`` for
+            float32, ``"split8"`` for bfloat16 (``"expansion"`` with strict arithmetic), ``"kahan"`` for float16.
+            float32 parameters take ``"plain"`` only, float16 parameters all except those whose names begin with
+            ``"split"``.
         states: a state storage for all moments, or one for each slot, such as ``{"m": "8bit", "v": "fp32"}``.
         block_size: elements that share a scale in block-wise states.
         clip_updates: shorten a parameter's step where its second moment has fallen behind its gradient (Adafactor's

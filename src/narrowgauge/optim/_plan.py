@@ -202,7 +202,7 @@ class ParamPlan:
         """Bytes that the optimizer keeps on this rank for this parameter: moments and low word."""
         shape = self.shard.sizes if self.shard is not None else tuple(p.shape)
         moments = sum(s.storage.nbytes(shape, s.block_size) for s in self.slots)
-        return math.prod(shape) * self.weight.bytes_added(p.dtype) + moments
+        return math.ceil(math.prod(shape) * self.weight.bytes_added(p.dtype)) + moments
 
 
 @dataclass(slots=True)

@@ -10,6 +10,8 @@ On another number of ranks blocks may begin elsewhere, and items would belong to
 written for other shards is assembled from its boxes (`Chunks`): copied block by block if the blocks here are the
 same, else decoded and encoded again.
 
+Low words of 4 bits (`split4`) leave a rank as those of `split8`, a byte each, because a shard may cut a pair.
+
 A `state_dict` has other shapes, which torch's tools can move by themselves: see `_state_shapes`.
 """
 
@@ -25,10 +27,12 @@ from torch import Tensor
 
 from narrowgauge.optim._plan import ParamPlan
 from narrowgauge.optim._sharding import Shard, as_shared, is_shared, is_split, local
+from narrowgauge.storage._weights import to_bytes
 
 _CODES = "codes"
 # The keys of row means and column means: of a moment that is stored as a whole, in one box.
 _FACTORS = ("rows", "columns")
+LOW_CODES = "weight.codes"  # low words of 4 bits
 
 Tensors = Mapping[str, Tensor]
 # Decodes a box's moments that are stored in blocks of a size: float32, by slot, in the box's sizes.
@@ -67,6 +71,20 @@ def is_factor(key: str) -> bool:
     return key.rpartition(".")[2] in _FACTORS
 
 
+def with_single_words(state: Mapping[str, Any], shape: Sequence[int]) -> Mapping[str, Any]:
+    """The state of a parameter of this shape; low words of two a byte become int8 in this shape, as of `split8`."""
+    pairs, whole = state.get(LOW_CODES), torch.Size(shape)
+    if pairs is None or (pairs.dtype == torch.int8 and pairs.shape == whole):
+        return state
+    pairs = pairs.full_tensor() if is_shared(pairs) else pairs  # torch cuts what it finds flat
+    if pairs.dtype != torch.uint8 or pairs.shape != (-(-whole.numel() // 2),):
+        raise ValueError(
+            f"state_dict: {LOW_CODES!r} must be two words a byte for shape {tuple(whole)}, got {pairs.dtype} of "
+            f"shape {tuple(pairs.shape)}"
+        )
+    return {**state, LOW_CODES: to_bytes(pairs, whole)}
+
+
 def without_padding(box: Shard, words: Tensors, packed: Collection[str], block_size: int) -> dict[str, Tensor]:
     """Tensors in blocks of a box, without the zeros that `to_dtensors` adds; `packed` codes are kept two a byte."""
     found = {}
@@ -97,6 +115,7 @@ def to_pieces(p: Any, plan: ParamPlan, state: Tensors) -> dict[str, Any]:
     if not is_shared(p):
         return dict(state)
     here = local(p)
+    state = with_single_words(state, here.shape)
     items = _items(plan, largest(p)) if plan.shard is not None else {}
     given: dict[str, Any] = {}
     for key, x in state.items():
@@ -134,8 +153,9 @@ def assembled(
     for box, saved in chunks.sources:
         if (box.offsets, box.sizes) == (mine.offsets, mine.sizes):
             return common | dict(saved), False
+    chunks = Chunks([(box, with_single_words(saved, box.sizes)) for box, saved in chunks.sources], common)
     keys = {key for _, saved in chunks.sources for key in saved}
-    blocks = in_blocks(keys)
+    blocks = in_blocks(keys) - {LOW_CODES}
     made: dict[str, Any] = common
     for key in sorted(keys - blocks):
         parts = [(box, saved[key]) for box, saved in chunks.sources if key in saved]
@@ -162,9 +182,15 @@ def assembled(
 
 
 def whole_state(chunks: Chunks, block_size: int) -> dict[str, Tensor] | None:
-    """A whole parameter's tensors in blocks; None if some box cuts a block."""
-    keys = sorted({key for _, saved in chunks.sources for key in saved})
-    return _joined(Shard.whole(chunks.sources[0][0].shape), chunks, keys, block_size)
+    """A whole parameter's tensors in blocks and its 4-bit low words; None if some box cuts a block."""
+    keys = {key for _, saved in chunks.sources for key in saved}
+    whole = Shard.whole(chunks.sources[0][0].shape)
+    blocks = sorted(keys - {LOW_CODES})
+    joined = _joined(whole, chunks, blocks, block_size) if blocks else {}
+    if joined is None or LOW_CODES not in keys:
+        return joined
+    words = [(box, with_single_words(saved, box.sizes)[LOW_CODES]) for box, saved in chunks.sources]
+    return {**joined, LOW_CODES: _boxed(whole, words)}
 
 
 def _joined(mine: Shard, chunks: Chunks, keys: Sequence[str], block: int) -> dict[str, Tensor] | None:

@@ -7,7 +7,7 @@ shape that follows from the parameter's shape and `block_size`:
 
 | tensor | shape |
 | --- | --- |
-| an item per element: float moments, low words, 8-bit codes | the parameter's |
+| an item per element: float moments, low words (those of 4 bits as of 8), 8-bit codes | the parameter's |
 | a number per block (scales, ranges), two 4-bit codes a byte | the parameter's leading dimensions, then those of the blocks (the bytes) of the trailing ones: (4096, 1024) in blocks of 256 has (4096, 4) scales |
 | the same where blocks do not fit into trailing dimensions, or a rank cuts one | (\\*parameter, 1): the number of each element's block; each code in an int8 |
 | int16 and float8, which collectives do not move | (\\*parameter, 2) and (\\*parameter, 1): their bytes |
@@ -27,7 +27,16 @@ import torch
 from torch import Tensor
 
 from narrowgauge.optim._plan import ParamPlan
-from narrowgauge.optim._sharded_state import Chunks, Reader, assembled, has_items, in_blocks, is_factor
+from narrowgauge.optim._sharded_state import (
+    LOW_CODES,
+    Chunks,
+    Reader,
+    assembled,
+    has_items,
+    in_blocks,
+    is_factor,
+    with_single_words,
+)
 from narrowgauge.optim._sharding import Shard, as_shared, is_shared, is_split, local
 from narrowgauge.storage._blockwise import pack_pairs, unpack_pairs
 
@@ -64,8 +73,9 @@ def to_shapes(p: Any, plan: ParamPlan, state: Mapping[str, Tensor]) -> dict[str,
     if not is_shared(p):
         return dict(state)
     shape, sizes = tuple(p.shape), tuple(local(p).shape)
+    state = with_single_words(state, sizes)
     slots = {slot.slot.name: slot for slot in (*plan.slots, *plan.inactive)}
-    blocks = {key for key in in_blocks(state) if not is_factor(key)}
+    blocks = {key for key in in_blocks(state) if not is_factor(key)} - {LOW_CODES}
     given: dict[str, Any] = {}
     for key, x in state.items():
         slot = slots[key.rpartition(".")[0]] if key in blocks else None
@@ -122,8 +132,10 @@ def from_shapes(
             "gather them (full_tensor, or StateDictOptions(full_state_dict=True)), or use "
             "narrowgauge.distributed.load_checkpoint"
         )
+    if plan.shard is not None:
+        entry = with_single_words(entry, p.shape)
     mine = plan.shard if plan.shard is not None else Shard.whole(p.shape)
-    blocks = {key for key in in_blocks(entry) if has_items(entry[key])}
+    blocks = {key for key in in_blocks(entry) if has_items(entry[key])} - {LOW_CODES}
     if plan.shard is not None:
         _check(plan, {key: value for key, value in entry.items() if key not in blocks})
     if plan.shard is not None and not all(_is_cut_alike(p, key, entry[key], block_size) for key in blocks):

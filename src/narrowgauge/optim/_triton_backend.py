@@ -7,6 +7,7 @@ again only when an entry of it has changed. Hyperparameters that change at every
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -102,7 +103,7 @@ def _fits(step: ParamStep) -> bool:
     if plan.weight_key is None:
         return True
     low = state.get(plan.weight_key)
-    return low is not None and low.nbytes == n * plan.weight.bytes_added(plan.dtype)
+    return low is not None and low.nbytes == math.ceil(n * plan.weight.bytes_added(plan.dtype))
 
 
 class TritonSteps:

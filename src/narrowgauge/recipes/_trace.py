@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -160,7 +161,7 @@ class Traced:
             "weights": sum(p.nbytes for p, _ in plans),
             "gradients": sum(p.nbytes for p, _ in plans),
             "states": sum(moments) + _COUNTERS * len(plans),
-            "low words": sum(p.numel() * plan.weight.bytes_added(p.dtype) for p, plan in plans),
+            "low words": sum(math.ceil(p.numel() * plan.weight.bytes_added(p.dtype)) for p, plan in plans),
         }
 
     def _trace(self, batch: int, sequence: int) -> Timeline:

@@ -2,9 +2,11 @@
 
 The model computes with the parameter, in bf16 say, where a step below half a unit in the last place is lost. A
 weight storage decides what becomes of that remainder: it is dropped (`plain`), carried over (`kahan`), kept as
-part of the weight (`expansion`, `split`, `split8`, `master`), or paid out at random (`stochastic`).
+part of the weight (`expansion`, `split`, `split8`, `split4`, `master`), or paid out at random (`stochastic`; of
+`split4`, what its word has no place for).
 
-A storage keeps at most one extra tensor, the *low word*, of the parameter's shape. It knows two arithmetics:
+A storage keeps at most one extra tensor, the *low word*, of the parameter's shape; 4-bit words are flat, two a
+byte. It knows two arithmetics:
 
 * `read` and `add` work in float32 registers and round once, on write.
 * `operand` and `add_rounded` round every operation to the words' own format, as the papers' algorithms are
@@ -18,7 +20,8 @@ from it, and a low word left over counts for at most half a unit in the paramete
 pattern to its upper 16 bits (halves away from zero) gives the bf16 word hi; what is left over, between -2^15 and
 2^15 - 1, is the low word lo = bits - (hi << 16). Both together are the exact float32, in the same 4 bytes as the
 float32 alone, while the model computes with hi. Rounding the pattern to its upper 24 bits first leaves 8 bits for
-lo: a 24-bit weight in 3 bytes.
+lo: a 24-bit weight in 3 bytes. With the upper 20 bits 4 are left. To nearest such a weight would stand still at
+small rates, as bf16 does, so it is rounded stochastically.
 
 A hi that was changed from outside keeps its stale lo. That may move the weight by half a unit in the last place
 of the new hi, but never across zero and never into NaN. (An infinite hi with a negative lo is how a float32 in
@@ -29,7 +32,7 @@ Sources: Collage, Algorithm 2 (expansion) and Appendix B (kahan, stochastic); Mi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, bitwise_left_shift, bitwise_right_shift
@@ -37,6 +40,7 @@ from torch import Tensor, bitwise_left_shift, bitwise_right_shift
 from narrowgauge._arguments import check_choice
 from narrowgauge.formats import FloatFormat, round_with_bits
 from narrowgauge.kernels._codec import KINDS, Codec, Word, disown
+from narrowgauge.storage._blockwise import pack_pairs, unpack_pairs
 from narrowgauge.storage._expansion import grow
 
 Noise = Callable[[], Tensor]
@@ -56,6 +60,7 @@ class WeightStorage:
         key: name of the low word, or None if there is none.
         rounded: whether it has the arithmetic of `operand` and `add_rounded`.
         float8: whether the parameter is a `Float8Weight`, whose scale depends on all elements.
+        random_bits: how many random bits an element `noise` gives, 32 or 8.
     """
 
     name = "plain"
@@ -63,6 +68,7 @@ class WeightStorage:
     key: str | None = None
     rounded = True
     float8 = False
+    random_bits = 32
 
     def low_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         """Dtype of the low word beside a parameter of this dtype; None without one."""
@@ -77,14 +83,18 @@ class WeightStorage:
         low = self.low_dtype(dtype)
         return Codec(self.name, (Word("low", KINDS[low]),) if low is not None else ())
 
-    def bytes_added(self, dtype: torch.dtype) -> int:
-        """Bytes a parameter of this dtype costs beyond itself."""
+    def bytes_added(self, dtype: torch.dtype) -> float:
+        """Bytes that an element of this dtype costs beyond itself."""
         low = self.low_dtype(dtype)
         return low.itemsize if low is not None else 0
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the parameter itself, an element."""
         return dtype.itemsize
+
+    def low_shape(self, p: Tensor) -> Sequence[int]:
+        """Shape of the low word beside a parameter."""
+        return p.shape
 
     def init(self, p: Tensor) -> Tensor | None:
         """The low word of a parameter that has not been stepped yet."""
@@ -102,7 +112,8 @@ class WeightStorage:
             p, low: what is stored.
             weight: what `read` gave for them.
             delta: the update, float32.
-            noise: makes random 32-bit words in p's shape; called by storages that round stochastically.
+            noise: makes random integers of `random_bits` bits in p's shape; called by storages that round
+                stochastically.
         """
         return (weight + delta).to(p.dtype), None
 
@@ -126,7 +137,8 @@ class Stochastic(WeightStorage):
     dtypes = _HALVES
 
     def codec(self, dtype: torch.dtype) -> Codec | None:
-        return Codec(self.name, c=() if dtype == torch.bfloat16 else None, needs_random=True)
+        c = () if dtype == torch.bfloat16 else None
+        return Codec(self.name, c=c, needs_random=True, wide_random=True)
 
     def add(self, p: Tensor, low: Tensor | None, weight: Tensor, delta: Tensor, noise: Noise) -> Written:
         return round_with_bits(weight + delta, FloatFormat.of(p.dtype), noise()), None
@@ -225,6 +237,44 @@ class Split8(Split):
         return Codec(self.name, (Word("low", "int8"),), pairs=True)
 
 
+class Split4(Split):
+    """A 4-bit low word in units of 1/16 of bf16's spacing, rounded stochastically: a 20-bit weight.
+
+    Words of neighbors in row-major order share a byte, the first in its lower half. Eight random bits decide: the
+    probability to round up is the share of a unit that is cut off, to the nearest 256th. So an update arrives in
+    the mean down to 2^-20 of the weight, where `split8` loses what is below 2^-16.
+    """
+
+    name = "split4"
+    key = "codes"
+    random_bits = 8
+    _word = torch.uint8
+
+    def codec(self, dtype: torch.dtype) -> Codec | None:
+        return Codec(self.name, (Word("low", "uint8", packed=True),), needs_random=True, pairs=True)
+
+    def bytes_added(self, dtype: torch.dtype) -> float:
+        return 0.5
+
+    def low_shape(self, p: Tensor) -> Sequence[int]:
+        return (-(-p.numel() // 2),)
+
+    def init(self, p: Tensor) -> Tensor:
+        return torch.zeros(self.low_shape(p), dtype=self._word, device=p.device)
+
+    def read(self, p: Tensor, low: Tensor | None) -> Tensor:
+        assert low is not None
+        return join(p, to_bytes(low, p.shape))
+
+    def add(self, p: Tensor, low: Tensor | None, weight: Tensor, delta: Tensor, noise: Noise) -> Written:
+        updated = weight + delta
+        # What is cut off are 12 bits.
+        up = bitwise_left_shift(noise().to(torch.int32), 4) + 8
+        rounded = ((updated.contiguous().view(torch.int32) + up) & ~0xFFF).view(torch.float32)
+        hi, lo = cut(torch.where(torch.isfinite(updated), rounded, updated), torch.int8)
+        return hi, to_nibbles(lo)
+
+
 class Master(WeightStorage):
     """A float32 copy of the weight, which the parameter is the rounding of (the paper's option D)."""
 
@@ -290,6 +340,17 @@ def cut(weight: Tensor, low_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return torch.where(finite, hi, weight.to(torch.bfloat16)), torch.where(finite, low, 0).to(low_dtype)
 
 
+def to_bytes(codes: Tensor, shape: torch.Size) -> Tensor:
+    """The low words of `split4` as those of `split8`: int8 in this shape, the same weights."""
+    return bitwise_left_shift(unpack_pairs(codes, shape), 4).view(torch.int8)
+
+
+def to_nibbles(lo: Tensor) -> Tensor:
+    """The low words of `split8` as those of `split4`: rounded to nearest, and the weight still rounds to its hi."""
+    nearest = bitwise_right_shift(lo.to(torch.int16) + 8, 4).clamp_max(7)
+    return pack_pairs(nearest.to(torch.uint8) & 0xF)
+
+
 def _bounded(p: Tensor, low: Tensor) -> Tensor:
     """The low word, cut to half a unit in the parameter's last place: more is left over from another value."""
     info = torch.finfo(p.dtype)
@@ -306,7 +367,7 @@ def _finite(low: Tensor, hi: Tensor) -> Tensor:
 
 _STORAGES = {
     storage.name: storage
-    for storage in (WeightStorage(), Kahan(), Expansion(), Split(), Split8(), Stochastic(), Master())
+    for storage in (WeightStorage(), Kahan(), Expansion(), Split(), Split8(), Split4(), Stochastic(), Master())
 }
 
 # What "auto" means: nothing of an update is lost, for the fewest bytes. float32 has nothing to make up for.

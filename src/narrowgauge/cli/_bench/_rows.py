@@ -125,6 +125,12 @@ def _group(group: str, *rows: Row) -> tuple[Row, ...]:
     return tuple(replace(row, group=group) for row in rows)
 
 
+def _six_bits(weights: str) -> Row:
+    what = f"{weights}, m in 4 bits, v in 8, nonfinite='skip'"
+    options = {"name": f"adamw6bit-{weights}"}
+    return Row(f"recipe adamw6bit-{weights}", what, _BF16, __name__, apply_recipe.__name__, options, _GRAD)
+
+
 _STABLE, _FUSED, _FOREACH, _LR = "StableAdamW", {"fused": True}, {"foreach": True}, {"lr": 1e-3}
 # Asked for, because optimi's own choice is not always the faster one: on a GPU its AdamW went without kernels, and
 # on a CPU they are tried wherever triton is installed.
@@ -162,6 +168,7 @@ _ROWS = (
             "recipe adamw8bit-split8", "24-bit weights, log8, nonfinite='skip'", _BF16, __name__,
             apply_recipe.__name__, {"name": "adamw8bit-split8"}, _GRAD,
         ),
+        *map(_six_bits, ("split8", "split4", "stochastic")),
         Row("FlashAdamW", "24-bit weights, 8-bit states", _BF16, "flashoptim", "FlashAdamW", _LR, (), _CUDA),
         Row(
             "FlashAdamW, 32 bits", "32-bit weights, 8-bit states", _BF16, "flashoptim", "FlashAdamW",

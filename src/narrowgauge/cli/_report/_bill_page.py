@@ -36,6 +36,7 @@ _WEIGHTS = {
     "expansion": "two bf16 numbers, whose sum is the weight",
     "split": "a bf16 weight and 16 further bits: exactly the fp32 number",
     "split8": "a bf16 weight and 8 further bits: 24 bits together",
+    "split4": "a bf16 weight and 4 further bits, rounded up or down at random: 20 bits together",
 }
 _STATES = {
     "fp32": "32 bits, as usual",

@@ -20,14 +20,17 @@ functions, and fast ones for bf16 parameters; without a low word, `low` is the p
     X_add(p, low, weight, delta, [random bits,] KIND) -> (p, low)
     X_moved(p, low, new p, new low, KIND) -> how far all that is stored moved, if X_read does not tell
     fast_X_read(p, low) -> weight;   X_read_unusual(p, low) -> not zero where that is wrong
-    fast_X_add(p, low, weight, delta) -> (p, low, how far all moved, how far p moved, finite if nothing is unusual)
+    fast_X_add(p, low, weight, delta[, random bits])
+        -> (p, low, how far all moved, how far p moved, finite if nothing is unusual)
+
+4-bit low words come and go as codes, one an element; fast functions have them as they are in memory.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from narrowgauge.kernels._codec import Codec, Moment, in_order
+from narrowgauge.kernels._codec import Codec, Moment, in_order, weight_purpose
 from narrowgauge.kernels._step._compile import functions
 from narrowgauge.kernels._step._layout import Layout, named_words
 
@@ -55,8 +58,10 @@ def has(codec: Codec, name: str) -> bool:
 
 def decode(layout: Layout, tests: SlowPathTests | None) -> list[str]:
     """Weight, gradient and moments in float32, called `NAME_in`; without tests by the exact functions."""
-    weight, words = layout.weight, _weight_words(layout)
-    if tests is not None and layout.kind == "bf16" and has(weight, "fast_X_read"):
+    weight = layout.weight
+    fast = tests is not None and layout.kind == "bf16" and has(weight, "fast_X_read")
+    words = _weight_words(layout, fast)
+    if tests is not None and fast:
         made = [f"weight_in = fast_{weight.name}_read({words})"]
         if has(weight, "X_read_unusual"):
             tests.bits.append(f"{weight.name}_read_unusual({words})")
@@ -119,26 +124,39 @@ def encode(layout: Layout, moment: Moment, value: str, lost: bool, tests: SlowPa
 
 def write(layout: Layout, tests: SlowPathTests | None) -> list[str]:
     """The weight's words after the update `delta`; with gauges how far it moved, as `stored` and `visible`."""
-    weight, words = layout.weight, _weight_words(layout)
-    if tests is not None and layout.kind == "bf16" and has(weight, "fast_X_add"):
-        tests.numbers.append("written")
-        call = f"fast_{weight.name}_add({words}, weight_in, delta)"
-        return [f"p_new, low_new, stored, visible, written = {call}"]
-    made, kind = [], repr(layout.kind)
+    weight, kind = layout.weight, repr(layout.kind)
+    fast = tests is not None and layout.kind == "bf16" and has(weight, "fast_X_add")
+    words = _weight_words(layout, fast)
+    made, given = [], f"{words}, weight_in, delta"
     if weight.needs_random:
-        made.append(f"random = random_words(start, number, seed, stream, {layout.rows}, {layout.block})")
-    random = "random, " if weight.needs_random else ""
-    made.append(f"p_new, low_new = {weight.name}_add({words}, weight_in, delta, {random}{kind})")
+        size, purpose = f"{layout.rows}, {layout.block}", weight_purpose(layout.moments)
+        of_moment = next((moment.name for moment in layout.moments if moment.purpose == purpose), None)
+        if weight.wide_random:
+            made.append(f"random = random_words(start, number, seed, stream, {size})")
+        elif of_moment is not None:
+            made.append(f"random = {of_moment}_bits")
+        else:
+            made.append(f"random = random_halves(start, number, seed, stream, {purpose}, {size})")
+        given += ", random"
+    if tests is not None and fast:
+        tests.numbers.append("written")
+        return [*made, f"p_new, low_new, stored, visible, written = fast_{weight.name}_add({given})"]
+    made.append(f"p_new, low_new = {weight.name}_add({given}, {kind})")
     if layout.gauges:
         moved = f"{weight.name}_read(p_new, low_new, {kind}) - weight_in"
         if has(weight, "X_moved"):
             moved = f"{weight.name}_moved({words}, p_new, low_new, {kind})"
         made += [f"visible = widen(p_new, {kind}) - widen(p, {kind})", f"stored = {moved}"]
+    if any(word.packed for word in weight.words):
+        made.append("low_new = as_words(tl.where(here, low_new, 0), 4, False)")
     return made
 
 
-def _weight_words(layout: Layout) -> str:
-    return f"p, {'low' if layout.weight.words else 'p'}"
+def _weight_words(layout: Layout, fast: bool) -> str:
+    """The weight's words as its functions take them."""
+    low = "low" if layout.weight.words else "p"
+    packed = any(word.packed for word in layout.weight.words)
+    return f"p, {f'codes_of({low}, 4)' if packed and not fast else low}"
 
 
 def _bits(codec: Codec) -> int:

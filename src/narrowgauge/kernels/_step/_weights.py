@@ -3,7 +3,8 @@
 
 The specification is `narrowgauge.storage._weights`, and `_codecs` says what the functions of a storage are called
 and given. Words come and go as they are in memory: bf16 and fp16 as bits (`KIND`), low words in their own dtype.
-Where there is no low word, `low` is the parameter.
+Where there is no low word, `low` is the parameter. Low words of 4 bits come and go as codes, one an element; fast
+functions have them as they are in memory.
 """
 
 from __future__ import annotations
@@ -12,7 +13,17 @@ import triton
 import triton.language as tl
 
 from narrowgauge.kernels._step._floats import INFINITY, bits_of, float_of, narrow, widen
-from narrowgauge.kernels._step._packing import beyond_half, bf16_as, cut_words, halves_of, offsets_of, uppers
+from narrowgauge.kernels._step._packing import (
+    as_words,
+    beyond_half,
+    bf16_as,
+    codes_of,
+    cut_words,
+    from_uppers,
+    halves_of,
+    offsets_of,
+    uppers,
+)
 
 
 @triton.jit
@@ -169,6 +180,47 @@ def fast_split8_add(p, low, weight, delta):
         hi, lo = _cut_bytes(bits_of(updated))
     stored = float_of((bits_of(updated) + 0x80) & -0x100) - weight
     return hi, lo, stored, float_of(uppers(hi)) - float_of(uppers(p)), updated
+
+
+@triton.jit
+def split4_read(p, codes, KIND: tl.constexpr):
+    return _join(uppers(p), _offsets_of_codes(codes))
+
+
+@triton.jit
+def split4_add(p, codes, weight, delta, random, KIND: tl.constexpr):
+    bits = _rounded_to_20(weight + delta, random)
+    return _finite_or_nearest(weight + delta, ((bits + 0x8000) >> 16).to(tl.int16), (bits >> 12) & 0xF)
+
+
+@triton.jit
+def fast_split4_read(p, low):
+    return float_of(uppers(p) + _offsets_of_codes(codes_of(low, 4)))
+
+
+@triton.jit
+def fast_split4_add(p, low, weight, delta, random):
+    updated = weight + delta
+    bits = _rounded_to_20(updated, random)
+    both = bits + 0x8000
+    if p.dtype == tl.int32:
+        hi = from_uppers(both)
+    else:
+        hi = (both >> 16).to(tl.int16)
+    low_new = as_words((bits >> 12) & 0xF, 4, low.dtype == tl.int32)
+    return hi, low_new, float_of(bits) - weight, float_of(both & -0x10000) - float_of(uppers(p)), updated
+
+
+@triton.jit
+def _offsets_of_codes(codes):
+    """Codes of 4 bits in two's complement, 2^12 times."""
+    return (codes << 28) >> 16
+
+
+@triton.jit
+def _rounded_to_20(x, random):
+    """The bits of x, rounded stochastically to the upper 20 by the lower eight of 16 random bits."""
+    return (bits_of(x) + ((random >> 12) & 0xFF0 | 8).to(tl.int32)) & -0x1000
 
 
 @triton.jit

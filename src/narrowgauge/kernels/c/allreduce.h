@@ -96,7 +96,7 @@ INLINE void write_block(
     u8 *to = message + numbers[WIDTH] / SIZE * 4 + index * CODE_BYTES;
 #if BITS == 4
     u8 pairs[BLOCK / 2];
-    pack(codes, pairs);
+    pack(codes, pairs, BLOCK);
     memcpy(to, pairs, CODE_BYTES);
 #else
     memcpy(to, codes, CODE_BYTES);

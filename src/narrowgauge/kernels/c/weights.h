@@ -81,6 +81,27 @@ INLINE float join(u16 hi, i32 offset) {
 SPLIT(split, int16_t, 0)
 SPLIT(split8, int8_t, 8)
 
+/* Words of 4 bits, two a byte. */
+READ(split4, u8) {
+    u8 codes[PART];
+    unpack(low, codes, PART);
+    EACH_OF_PART w[i] = join(p[i], (i32)((u32)codes[i] << 28) >> 16);
+}
+INLINE void split4_add(
+    u16 *restrict p, u8 *restrict low, const float *restrict w, const float *restrict delta, const u16 *restrict random
+) {
+    u8 codes[PART];
+    EACH_OF_PART {
+        const float updated = w[i] + delta[i];
+        const u32 up = (u32)(random[i] & 0xFF) << 4 | 8, b = ((u32)pattern(updated) + up) & ~0xFFFu;
+        const i32 kept = is_finite(updated) ? (i32)b : pattern(updated);
+        const u32 finite = (u32)-(i32)((kept & 0x7FFFFFFF) < INFINITY_PATTERN);
+        p[i] = (u16)(updated != updated ? 0x7FC0 : ((u32)kept + 0x8000) >> 16);
+        codes[i] = (u8)((u32)kept >> 12 & 0xF & finite);
+    }
+    pack(codes, low, PART);
+}
+
 /* Rounded up where a random number falls below what would be cut off: 16 of a pattern's bits. Infinity and NaN stay. */
 READ(stochastic, void) { EACH_OF_PART w[i] = FROM(p[i]); }
 INLINE void stochastic_add(

@@ -23,7 +23,7 @@ from ._replay import NOTHING, Cost, Replay
 
 # Weight storages by the recipe's dtype. `expansion` takes the bytes of `split`, which loses less.
 WEIGHTS = {
-    torch.bfloat16: ("plain", "stochastic", "split8", "split"),
+    torch.bfloat16: ("plain", "stochastic", "split4", "split8", "split"),
     torch.float16: ("plain", "stochastic", "kahan", "master"),
     torch.float32: ("plain",),
 }
