@@ -1,0 +1,325 @@
+"""How few bytes weights and moments can take together: narrow weights beside narrow moments on one bench.
+
+    python -m studies.weight_words.run [--check] --out NAME.json
+
+AdamW with every pair of a weight storage and of storages of m and v runs free beside the same AdamW in float64, on
+the gradients of `state_codecs`. Here weights start at N(0, 0.02^2) in bfloat16, as a model does: an update is lost
+or not beside its weight. The learning rate goes from 1e-3 to 1e-6, a copy of every case for each, and from one
+to its hundredth along a cosine. Weight decay is by itself, without gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import typer
+from torch import Tensor
+
+from studies.shared import options
+from studies.shared.gather import Training
+from studies.shared.resumable import carry_out
+from studies.state_codecs.bench import SETTINGS, Simulation, run
+from studies.state_codecs.codecs import Codec, Relative, Stored
+from studies.state_codecs.gradients import UNIT, Gradients, clip, gpt, recorded, synthetic
+from studies.state_codecs.run import PAIRS, STEADY, SUDDEN
+from studies.state_codecs.weights import Digits, Kept, exact, factored, flashoptim, float32
+
+START = time.monotonic()
+GRADIENT = 2.0  # bytes a parameter: bfloat16, as the weight that the model computes with
+BLOCK = 256
+STD = 0.02  # of the weights at the beginning
+RATES = (1e-3, 1e-4, 1e-5, 1e-6)
+DECAY = {"lr": 1e-3, "weight_decay": 0.1}  # 2,000 steps leave 0.819 of a weight
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """A weight storage: what a reader is told, bytes of the weight, its codec, and whether its error goes into m."""
+
+    says: str
+    bytes: float
+    codec: Codec
+    feed: bool = False
+
+
+def _four_ways(name: str, says: str, size: float, digits: int, e4m3: bool = False) -> dict[str, Weights]:
+    """A weight of some digits: to nearest, by chance, and each with its error fed into m."""
+    nearest, by_chance = Digits(digits, False, e4m3), Digits(digits, True, e4m3)
+    return {
+        f"{name} nearest": Weights(f"{says}, to nearest", size, nearest),
+        f"{name} stochastic": Weights(f"{says}, stochastic", size, by_chance),
+        f"{name} nearest, error to m": Weights(f"{says}, to nearest, error into m", size, nearest, True),
+        f"{name} stochastic, error to m": Weights(f"{says}, stochastic, error into m", size, by_chance, True),
+    }
+
+
+WEIGHTS = {
+    "fp32 master": Weights("bf16 and a float32 master", 6, float32),
+    "split8": Weights("bf16 + int8 word (`split8`)", 3, Kept("split8")),
+    "flashoptim": Weights("bf16 + int8 remainder, FlashOptim's", 3, flashoptim),
+    **_four_ways("split4", "bf16 + 4-bit word", 2.5, 11),
+    "bf16 nearest": Weights("bf16 to nearest (`plain`)", 2, Kept("plain")),
+    "bf16 stochastic": Weights("bf16 stochastic", 2, Kept("stochastic")),
+    "bf16 nearest, error to m": Weights("bf16 to nearest, error into m (ECO)", 2, Kept("plain"), True),
+    "bf16 stochastic, error to m": Weights("bf16 stochastic, error into m (ECO)", 2, Kept("stochastic"), True),
+    **_four_ways("e4m3+8", "e4m3 code + int8 word", 2, 11, True),
+    **_four_ways("e4m3+4", "e4m3 code + 4-bit word", 1.5, 7, True),
+    **_four_ways("e4m3", "e4m3 code alone", 1, 3, True),
+}
+# Of each moment: the codec and bytes a parameter, in blocks of 256. Factored means of a large matrix.
+FIRST: dict[str, tuple[Codec, float]] = {
+    "fp32": (exact, 4), "8": (Relative(8), 1 + 4 / BLOCK), "4": (Relative(4), 0.5 + 4 / BLOCK),
+}  # fmt: skip
+SECOND: dict[str, tuple[Codec, float]] = {
+    "fp32": (exact, 4),
+    "8": (Stored("log8", False, "stochastic"), 1 + 4 / BLOCK),
+    "4": (Stored("log4", False, "stochastic"), 0.5 + 8 / BLOCK),
+    "factored": (factored, 0.01),
+}
+PEERS = {
+    "FlashOptim": ("flashoptim", "FlashOptim"), "torchao 8-bit": ("bf16 stochastic", "8bit"),
+    "torchao 4-bit": ("bf16 stochastic", "torchao 4-bit"), "COAT": ("fp32 master", "COAT"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """A storage of weights, m and v: names of each, bytes a parameter with the gradient, and the simulation."""
+
+    weights: str
+    m: str
+    v: str
+    bytes: float
+    simulation: Simulation
+
+
+def ours(weights: str, m: str, v: str) -> Row:
+    """A weight storage beside the library's moments."""
+    how, first, second = WEIGHTS[weights], FIRST[m], SECOND[v]
+    narrow = m != "fp32"
+    simulation = Simulation(
+        first[0], second[0], hand_over=narrow, unit=narrow, weights=how.codec, feed=how.feed
+    )
+    return Row(weights, m, v, GRADIENT + how.bytes + first[1] + second[1], simulation)
+
+
+def peer(weights: str, pair: str) -> Row:
+    """A weight storage beside another work's moments."""
+    how, states = WEIGHTS[weights], PAIRS[pair]
+    simulation = dataclasses.replace(states.simulation, weights=how.codec)
+    return Row(weights, pair, pair, GRADIENT + how.bytes + states.bytes(BLOCK), simulation)
+
+
+def name_of(weights: str, m: str, v: str) -> str:
+    """What a row is called."""
+    return f"{weights}; m {m}, v {v}"
+
+
+_MOMENTS = (("fp32", "fp32"), ("8", "fp32"), ("4", "fp32"), ("8", "8"), ("4", "8"))
+_BELOW = ("split4 stochastic", "e4m3+8 stochastic", "e4m3+4 stochastic")
+ROWS = {
+    name_of(*parts): ours(*parts)
+    for parts in (
+        *((weights, m, v) for weights in WEIGHTS for m, v in _MOMENTS),
+        *((weights, "4", v) for weights in _BELOW for v in ("4", "factored")),
+        ("fp32 master", "fp32", "4"), ("fp32 master", "fp32", "factored"),
+    )
+} | {name: peer(*parts) for name, parts in PEERS.items()}  # fmt: skip
+FINALISTS = [
+    *(name_of(*parts) for parts in (
+        ("fp32 master", "fp32", "fp32"), ("split8", "8", "8"), ("split4 stochastic", "8", "8"),
+        ("split4 stochastic", "4", "8"), ("split4 stochastic, error to m", "8", "8"),
+        ("split4 stochastic, error to m", "4", "8"), ("bf16 stochastic", "8", "8"),
+        ("bf16 stochastic, error to m", "8", "8"), ("e4m3+8 stochastic", "8", "8"), ("e4m3+8 stochastic", "4", "8"),
+        ("e4m3+4 stochastic", "4", "8"), ("e4m3+8 stochastic", "4", "4"), ("e4m3+8 stochastic", "4", "factored"),
+    )),
+    *PEERS,
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Size:
+    """How long the parts run."""
+
+    steps: int = 1000  # at constant rates
+    falling: int = 3000
+    decay: int = 2000
+    marks: tuple[int, ...] = (1000, 3000, 10000)  # of the finalists
+    recorded: int = 500  # of the trainings
+
+
+QUICK = Size(4, 6, 4, (2, 4), 3)
+Found = dict[str, Any]
+Part = Callable[[Mapping[str, Simulation], Size, Training], Found]
+
+
+def at_rates(gradients: Gradients, rates: Sequence[float]) -> tuple[Gradients, Tensor]:
+    """A copy of every segment for each rate, "one scale 0.001", and the rate of each element in float64."""
+    size = gradients.numel
+    segments = {
+        f"{name} {lr:g}": slice(part.start + i * size, part.stop + i * size)
+        for i, lr in enumerate(rates)
+        for name, part in gradients.segments.items()
+    }
+    each = torch.tensor(rates, dtype=torch.float64).repeat_interleave(size)
+    return Gradients(segments, lambda t: gradients.at(t).repeat(len(rates)), gradients.device), each
+
+
+def begin(numel: int, seed: int) -> Tensor:
+    """Weights as a model has them at first: N(0, 0.02^2), representable in bfloat16."""
+    drawn = torch.randn(numel, generator=torch.Generator().manual_seed(seed + 7))
+    return (STD * drawn).to(torch.bfloat16).float()
+
+
+def measured(
+    chosen: Mapping[str, Simulation],
+    gradients: Gradients,
+    marks: Sequence[int],
+    seed: int,
+    rates: Sequence[float] = RATES,
+    falls: bool = False,
+    **settings: Any,
+) -> Found:
+    """Errors at constant rates, or along a cosine to a hundredth: then those of the last third alone."""
+    gradients, each = at_rates(gradients, rates)
+    last = marks[-1]
+
+    def lr(t: int) -> Tensor:
+        return each * (0.01 + 0.99 * (1 + math.cos(math.pi * (t - 1) / last)) / 2) if falls else each
+
+    rule, start = {**SETTINGS["adamw"], **settings, "lr": lr}, begin(gradients.numel, seed)
+    return run(chosen, gradients, marks, settings=rule, start=start, since=2 * last // 3 if falls else 0)
+
+
+def _made(cases: Sequence[str], steps: int, training: Training) -> Gradients:
+    return synthetic(cases, UNIT, steps, training.seed)
+
+
+def constant(chosen: Mapping[str, Simulation], size: Size, training: Training) -> Found:
+    """All cases, every rate."""
+    return measured(chosen, _made((*STEADY, *SUDDEN), size.steps, training), [size.steps], training.seed)
+
+
+def falling(chosen: Mapping[str, Simulation], size: Size, training: Training) -> Found:
+    """A rate that falls by a hundred."""
+    cases, rates = ("one scale", "six decades", "sparse rows"), RATES[:3]
+    return measured(
+        chosen, _made(cases, size.falling, training), [size.falling], training.seed, rates, falls=True
+    )
+
+
+def long(chosen: Mapping[str, Simulation], size: Size, training: Training) -> Found:
+    """Ten times as many steps."""
+    return measured(chosen, _made(STEADY, size.marks[-1], training), size.marks, training.seed)
+
+
+def short_memory(chosen: Mapping[str, Simulation], size: Size, training: Training) -> Found:
+    """A second moment of twenty steps."""
+    cases = _made(STEADY, size.steps, training)
+    return measured(chosen, cases, [size.steps], training.seed, betas=(0.9, 0.95))
+
+
+def decay(chosen: Mapping[str, Simulation], size: Size, training: Training) -> Found:
+    """Weight decay alone: mean, spread, least and largest of w / w0, and the right answer."""
+    start = begin(UNIT, training.seed)
+    large = start.abs() > start.abs().max() / 100
+    nothing = Gradients({"decay": slice(0, UNIT)}, lambda _: torch.zeros(UNIT), start.device)
+
+    def ratios(delta: Tensor, way: Tensor) -> list[float]:
+        right, found = ((x / start + 1)[large] for x in (way, way + delta))
+        return [float(x) for x in (found.mean(), found.std(), found.min(), found.max(), right.mean())]
+
+    rule = {**SETTINGS["adamw"], **DECAY}
+    return run(chosen, nothing, [size.decay], settings=rule, start=start, measure=ratios)
+
+
+def real(source: Callable[[Training], Any], chosen: Mapping[str, Simulation], size: Size, training: Training) -> Found:
+    """Gradients of a training."""
+    return measured(chosen, recorded(source(training), UNIT), [size.recorded], training.seed)
+
+
+# What is measured, of which rows, and how many of them in one run: of those that train a model, all.
+PARTS: dict[str, tuple[Part, Sequence[str], int]] = {
+    "constant": (constant, list(ROWS), 30),
+    "falling": (falling, list(ROWS), 30),
+    "decay": (decay, list(ROWS), 60),
+    "gpt": (functools.partial(real, gpt), list(ROWS), len(ROWS)),
+    "clip": (functools.partial(real, clip), FINALISTS, len(FINALISTS)),
+    "long": (long, FINALISTS, 6),
+    "beta2 0.95": (short_memory, FINALISTS, len(FINALISTS)),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A run: a share of the rows of one part."""
+
+    part: str
+    share: int
+
+    @property
+    def rows(self) -> Sequence[str]:
+        """What it measures."""
+        _, names, count = PARTS[self.part]
+        return names[self.share * count : (self.share + 1) * count]
+
+
+def one(size: Size, training: Training, task: Task) -> Found:
+    """A run: by row, segment and mark, what was found."""
+    started = time.perf_counter()
+    found = PARTS[task.part][0]({name: ROWS[name].simulation for name in task.rows}, size, training)
+    return {"found": found, "seconds": time.perf_counter() - started}
+
+
+def main(
+    out: options.Out,
+    data: options.Data = Training.data,
+    model: options.Model = Training.model,
+    vocabulary: options.Vocabulary = Training.vocabulary,
+    batch: options.Batch = Training.batch,
+    sequence: options.Sequence_ = Training.sequence,
+    lr: options.Rate = 1e-3,
+    seed: options.Seed = Training.seed,
+    check: options.Check = False,
+    jobs: options.Jobs = 1,
+    resume: options.Resume = False,
+    seconds: options.Seconds = options.FOREVER,
+    only: options.Only = None,
+    dry: options.Dry = False,
+) -> None:
+    """Run every row on every case, and write its errors."""
+    options.one_thread(check)
+    size = QUICK if check else Size()
+    training = Training(data, model, vocabulary, size.recorded, batch, sequence, lr, seed=seed)
+    parts = options.matching("--only", only, list(PARTS))
+    tasks = [
+        Task(part, share)
+        for part in parts
+        for share in range(-(-len(PARTS[part][1]) // PARTS[part][2]))
+    ]
+    about = {
+        **options.origin("cpu"),
+        "training": asdict(training) | {"data": data.name if data else None},
+        "data": {"source": data.name if data else "Python's standard library"},
+        "settings": SETTINGS["adamw"],
+        "size": asdict(size),
+        "decay": DECAY,
+        "weights": {name: {"says": each.says, "bytes": each.bytes} for name, each in WEIGHTS.items()},
+        "rows": [
+            {"name": name, "weights": row.weights, "m": row.m, "v": row.v, "bytes": row.bytes}
+            for name, row in ROWS.items()
+        ],
+        "finalists": FINALISTS,
+    }
+    carry_out(out, about, tasks, functools.partial(one, size, training), START + seconds, jobs=jobs, resume=resume, dry=dry)
+
+
+if __name__ == "__main__":
+    typer.run(main)
