@@ -5,8 +5,8 @@ they do in training. The error of a candidate is ||w - w64|| / ||w64 - w0||, its
 max |w - w64| / max |w64 - w0|, over a segment of the gradients.
 
 The candidate is either a `Simulation`, AdamW or AdaGrad with any codec for its moments, or the `Library`'s own
-optimizer with states by name. A simulation keeps its weights in float64, and its errors are the states' alone, or in
-a codec of their own.
+optimizer with states by name. A simulation keeps its weights in float64, so that its errors are the states' alone,
+or in a codec.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from studies.state_codecs.gradients import Gradients
 
 EXPLODED = 10.0  # times the largest displacement of any weight: a candidate's worst element
 Settings = Mapping[str, Any]
-# What each rule is run with; AdamW's are those of the usual simulation. AdamW's learning rate may also be a function
-# of the step that gives one for each element.
+# What each rule is run with; AdamW's are those of the usual simulation. Its learning rate may also be a function of
+# the step that gives a rate for each element.
 SETTINGS: dict[str, Settings] = {
     "adamw": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
     "lamb": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01},
@@ -95,7 +95,9 @@ class Simulation:
     unit: bool = False  # m's codec sees m over the root of the v that is kept, rounded down to a power of two
     block_size: int | None = None  # of its own, instead of the run's
     weights: Codec | None = None  # of AdamW's weights, updated in float32; None for weights in float64
-    feed: bool = False  # the weight's error is put into m, times what m needs to make up for it later
+    # The weight's error is put into m, times what m needs to make up for it later: m's blocks get new scales
+    # ("rescaled"), or stay in those that they have been written with, and what is larger is cut off ("cut").
+    feed: str | None = None
 
     def start(
         self, rule: str, p0: Tensor, segments: Mapping[str, slice], block_size: int, settings: Settings
@@ -121,13 +123,17 @@ class SimulatedRun:
     def _kept(self, codec: Codec, x: Tensor, noise: Tensor) -> Tensor:
         return codec(x.view(-1, self.block), noise.view(-1, self.block)).view(-1)
 
-    def _first(self, m: Tensor, noise: Tensor) -> Tensor:
-        """A first moment as it is read back, beside a second that has been."""
+    def _first(self, m: Tensor, noise: Tensor, written: Tensor | None = None) -> Tensor:
+        """A first moment as it is read back, beside a second that has been; or in the scales of a written one."""
+        codec = self.how.m
         if not self.how.unit:
-            return self._kept(self.how.m, m, noise)
+            return self._kept(codec, m, noise)
         unit = unit_of(self.v)
         # Beside a root that was rounded to zero nothing is kept, and nothing else loses precision by it.
-        return self._kept(self.how.m, torch.where(is_unknown(m, self.v), 0.0, m / unit), noise) * unit
+        q = torch.where(is_unknown(m, self.v), 0.0, m / unit)
+        if written is None:
+            return self._kept(codec, q, noise) * unit
+        return codec.beside(*(x.view(-1, self.block) for x in (q, written / unit))).reshape(-1) * unit
 
     def step(self, g: Tensor, t: int, noise: Tensor) -> None:
         s = self.s
@@ -153,9 +159,10 @@ class SimulatedRun:
         updated = self.p - lr * u.div_(root).add_(self.p, alpha=s["weight_decay"])
         self.p = self.how.weights(updated, noise[2])
         if self.how.feed:
-            # A debt of m moves the weight by lr beta1 / (1 - beta1) / (1 - beta1^t) / root of it, all steps together.
+            # What is added to m moves the weight by lr beta1 / (1 - beta1) / (1 - beta1^t) / root times it later.
             factor = (1 - 1 / beta1) * (1 - beta1**t)
-            self.m = self._first(self.m + (updated - self.p) * root * factor / lr, noise[0])
+            debt = (updated - self.p) * root * factor / lr
+            self.m = self._first(self.m + debt, noise[0], self.m if self.how.feed == "cut" else None)
 
 
 @dataclass(frozen=True)

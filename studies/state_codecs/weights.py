@@ -1,20 +1,19 @@
 """Ways to keep a weight in fewer bytes than float32: what is read back of what was written, for the bench.
 
 A codec here is a function of updated weights in float32, flat, and of uniform noise of their shape; it gives what a
-reader would read. All of them keep the pair of a word that the model computes with and, mostly, a low word with more
-digits. The reader of a low word to the right of a fraction reads a longer fraction, so that most storages are floats
-of some number of digits, rounded one way or another: `Digits`.
+reader would read. Most storages are a word that the model computes with and a low word beside it. Both together are
+a float with a longer fraction, and what is left to choose is how it is rounded: `Digits`.
 
-What a rounding loses may also be kept in the first moment: `Simulation.feed`. After a step to the weight u that
-became w, ECO changes m by
+What the rounding loses may go into the first moment: `Simulation.feed`. Where a step should have led to the weight
+u and led to w, ECO changes m by
 
     m <- m + (1 - beta1^t) / lr * (1 - 1 / beta1) * (sqrt(v / (1 - beta2^t)) + eps) * (u - w)
 
-which leaves z = w - lr beta1 / (1 - beta1) / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps) as it was. Where m
-is narrow, m is coded, its error is given to the weight, the weight is rounded, and m is coded again with what the
-weight lost: what is lost for good is never more than half a step of m, nor more than the weight's error.
+which leaves z = w - lr beta1 / (1 - beta1) / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps) as it would be
+with w = u. Where m is narrow, m is coded and its error given to the weight, the weight is rounded, and m is coded
+again with what the weight lost.
 
-Sources: Nikdan et al. 2026, ECO, arXiv 2601.22101, Algorithm 3; Gonzalez Ortiz et al. 2026, FlashOptim, and its code.
+Sources: Nikdan et al. 2026, ECO, arXiv 2601.22101, Algorithm 3. FlashOptim (Ortiz et al. 2026) and its code.
 """
 
 from __future__ import annotations
@@ -54,9 +53,9 @@ class Kept:
 class Digits:
     """A float's fraction of so many binary digits: bfloat16 has 7, e4m3 has 3, a low word the others.
 
-    Magnitudes are rounded, halves away from zero. With 11 digits, stochastically, this is bfloat16 with a 4-bit word.
-    An e4m3 code has a scale: a power of two, the largest with which the largest element is a finite code. Every
-    `UNIT` of elements counts as a tensor.
+    Magnitudes are rounded, halves away from zero. With 11 digits this is bfloat16 with a 4-bit word. An e4m3 code
+    has one scale a tensor, the largest power of two with which the largest element is a finite code. Every `UNIT`
+    of elements counts as a tensor.
     """
 
     digits: int

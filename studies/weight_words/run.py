@@ -41,38 +41,48 @@ DECAY = {"lr": 1e-3, "weight_decay": 0.1}  # 2,000 steps leave 0.819 of a weight
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """A weight storage: what a reader is told, bytes of the weight, its codec, and whether its error goes into m."""
+    """A weight storage: what a reader is told, bytes of the weight, its codec, and `Simulation.feed`."""
 
     says: str
     bytes: float
     codec: Codec
-    feed: bool = False
+    feed: str | None = None
 
 
-def _four_ways(name: str, says: str, size: float, digits: int, e4m3: bool = False) -> dict[str, Weights]:
-    """A weight of some digits: to nearest, by chance, and each with its error fed into m."""
-    nearest, by_chance = Digits(digits, False, e4m3), Digits(digits, True, e4m3)
-    return {
-        f"{name} nearest": Weights(f"{says}, to nearest", size, nearest),
-        f"{name} stochastic": Weights(f"{says}, stochastic", size, by_chance),
-        f"{name} nearest, error to m": Weights(f"{says}, to nearest, error into m", size, nearest, True),
-        f"{name} stochastic, error to m": Weights(f"{says}, stochastic, error into m", size, by_chance, True),
-    }
+_FED = {"fed": ("error into m", "rescaled"), "fed, cut": ("error into m, within m's scales", "cut")}
 
 
+def _ways(name: str, says: str, size: float, nearest: Codec, by_chance: Codec, *ways: str) -> dict[str, Weights]:
+    """Ways to round a weight: "nearest" or "stochastic", and its error "fed" into m or not."""
+    found = {}
+    for way in ways:
+        rounding, _, fed = way.partition(" ")
+        codec, words = (nearest, "to nearest") if rounding == "nearest" else (by_chance, "stochastic")
+        more, feed = _FED.get(fed, ("", None))
+        found[f"{name} {way}"] = Weights(", ".join(filter(None, (says, words, more))), size, codec, feed)
+    return found
+
+
+_ALL = ("nearest", "stochastic", "nearest fed", "stochastic fed", "stochastic fed, cut")
 WEIGHTS = {
     "fp32 master": Weights("bf16 and a float32 master", 6, float32),
     "split8": Weights("bf16 + int8 word (`split8`)", 3, Kept("split8")),
     "flashoptim": Weights("bf16 + int8 remainder, FlashOptim's", 3, flashoptim),
-    **_four_ways("split4", "bf16 + 4-bit word", 2.5, 11),
-    "bf16 nearest": Weights("bf16 to nearest (`plain`)", 2, Kept("plain")),
-    "bf16 stochastic": Weights("bf16 stochastic", 2, Kept("stochastic")),
-    "bf16 nearest, error to m": Weights("bf16 to nearest, error into m (ECO)", 2, Kept("plain"), True),
-    "bf16 stochastic, error to m": Weights("bf16 stochastic, error into m (ECO)", 2, Kept("stochastic"), True),
-    **_four_ways("e4m3+8", "e4m3 code + int8 word", 2, 11, True),
-    **_four_ways("e4m3+4", "e4m3 code + 4-bit word", 1.5, 7, True),
-    **_four_ways("e4m3", "e4m3 code alone", 1, 3, True),
-}
+    **_ways("split4", "bf16 + 4-bit word", 2.5, Digits(11), Digits(11, True), *_ALL),
+    **_ways("bf16", "bf16", 2, Kept("plain"), Kept("stochastic"), *_ALL),
+    **_ways(
+        "e4m3+8", "e4m3 code + int8 word", 2, Digits(11, False, True), Digits(11, True, True),
+        "stochastic", "nearest fed", "stochastic fed, cut",
+    ),
+    **_ways(
+        "e4m3+4", "e4m3 code + 4-bit word", 1.5, Digits(7, False, True), Digits(7, True, True),
+        "stochastic", "stochastic fed, cut",
+    ),
+    **_ways(
+        "e4m3", "e4m3 code alone", 1, Digits(3, False, True), Digits(3, True, True),
+        "stochastic", "nearest fed", "stochastic fed",
+    ),
+}  # fmt: skip
 # Of each moment: the codec and bytes a parameter, in blocks of 256. Factored means of a large matrix.
 FIRST: dict[str, tuple[Codec, float]] = {
     "fp32": (exact, 4), "8": (Relative(8), 1 + 4 / BLOCK), "4": (Relative(4), 0.5 + 4 / BLOCK),
@@ -104,9 +114,7 @@ def ours(weights: str, m: str, v: str) -> Row:
     """A weight storage beside the library's moments."""
     how, first, second = WEIGHTS[weights], FIRST[m], SECOND[v]
     narrow = m != "fp32"
-    simulation = Simulation(
-        first[0], second[0], hand_over=narrow, unit=narrow, weights=how.codec, feed=how.feed
-    )
+    simulation = Simulation(first[0], second[0], hand_over=narrow, unit=narrow, weights=how.codec, feed=how.feed)
     return Row(weights, m, v, GRADIENT + how.bytes + first[1] + second[1], simulation)
 
 
@@ -127,17 +135,25 @@ _BELOW = ("split4 stochastic", "e4m3+8 stochastic", "e4m3+4 stochastic")
 ROWS = {
     name_of(*parts): ours(*parts)
     for parts in (
-        *((weights, m, v) for weights in WEIGHTS for m, v in _MOMENTS),
+        *(
+            (weights, m, v)
+            for weights in WEIGHTS
+            for m, v in _MOMENTS
+            if m != "fp32" or WEIGHTS[weights].feed != "cut"  # float32 has no scales
+        ),
         *((weights, "4", v) for weights in _BELOW for v in ("4", "factored")),
-        ("fp32 master", "fp32", "4"), ("fp32 master", "fp32", "factored"),
+        ("fp32 master", "fp32", "4"),
+        ("fp32 master", "fp32", "factored"),
     )
-} | {name: peer(*parts) for name, parts in PEERS.items()}  # fmt: skip
+} | {name: peer(*parts) for name, parts in PEERS.items()}
+# Without those that have one moment exact.
+WHOLE = [name for name, row in ROWS.items() if row.v != "fp32" or row.m == "fp32"]
 FINALISTS = [
     *(name_of(*parts) for parts in (
         ("fp32 master", "fp32", "fp32"), ("split8", "8", "8"), ("split4 stochastic", "8", "8"),
-        ("split4 stochastic", "4", "8"), ("split4 stochastic, error to m", "8", "8"),
-        ("split4 stochastic, error to m", "4", "8"), ("bf16 stochastic", "8", "8"),
-        ("bf16 stochastic, error to m", "8", "8"), ("e4m3+8 stochastic", "8", "8"), ("e4m3+8 stochastic", "4", "8"),
+        ("split4 stochastic", "4", "8"), ("split4 stochastic fed, cut", "8", "8"),
+        ("split4 stochastic fed, cut", "4", "8"), ("bf16 stochastic", "8", "8"),
+        ("bf16 stochastic fed, cut", "8", "8"), ("e4m3+8 stochastic", "8", "8"), ("e4m3+8 stochastic", "4", "8"),
         ("e4m3+4 stochastic", "4", "8"), ("e4m3+8 stochastic", "4", "4"), ("e4m3+8 stochastic", "4", "factored"),
     )),
     *PEERS,
@@ -149,7 +165,7 @@ class Size:
     """How long the parts run."""
 
     steps: int = 1000  # at constant rates
-    falling: int = 3000
+    falling: int = 1500
     decay: int = 2000
     marks: tuple[int, ...] = (1000, 3000, 10000)  # of the finalists
     recorded: int = 500  # of the trainings
@@ -204,20 +220,19 @@ def _made(cases: Sequence[str], steps: int, training: Training) -> Gradients:
 
 def constant(chosen: Mapping[str, Simulation], size: Size, training: Training) -> Found:
     """All cases, every rate."""
-    return measured(chosen, _made((*STEADY, *SUDDEN), size.steps, training), [size.steps], training.seed)
+    return measured(chosen, _made((*STEADY, *SUDDEN, "drift"), size.steps, training), [size.steps], training.seed)
 
 
 def falling(chosen: Mapping[str, Simulation], size: Size, training: Training) -> Found:
     """A rate that falls by a hundred."""
-    cases, rates = ("one scale", "six decades", "sparse rows"), RATES[:3]
-    return measured(
-        chosen, _made(cases, size.falling, training), [size.falling], training.seed, rates, falls=True
-    )
+    cases = _made(("one scale", "sparse rows"), size.falling, training)
+    return measured(chosen, cases, [size.falling], training.seed, RATES[:3], falls=True)
 
 
 def long(chosen: Mapping[str, Simulation], size: Size, training: Training) -> Found:
-    """Ten times as many steps."""
-    return measured(chosen, _made(STEADY, size.marks[-1], training), size.marks, training.seed)
+    """Ten times as many steps, at the lower rates."""
+    cases = _made(("one scale", "sparse rows", "drift"), size.marks[-1], training)
+    return measured(chosen, cases, size.marks, training.seed, RATES[1:])
 
 
 def short_memory(chosen: Mapping[str, Simulation], size: Size, training: Training) -> Found:
@@ -240,18 +255,20 @@ def decay(chosen: Mapping[str, Simulation], size: Size, training: Training) -> F
     return run(chosen, nothing, [size.decay], settings=rule, start=start, measure=ratios)
 
 
-def real(source: Callable[[Training], Any], chosen: Mapping[str, Simulation], size: Size, training: Training) -> Found:
+def _real(
+    source: Callable[[Training], Any], chosen: Mapping[str, Simulation], size: Size, training: Training
+) -> Found:
     """Gradients of a training."""
     return measured(chosen, recorded(source(training), UNIT), [size.recorded], training.seed)
 
 
 # What is measured, of which rows, and how many of them in one run: of those that train a model, all.
 PARTS: dict[str, tuple[Part, Sequence[str], int]] = {
-    "constant": (constant, list(ROWS), 30),
-    "falling": (falling, list(ROWS), 30),
-    "decay": (decay, list(ROWS), 60),
-    "gpt": (functools.partial(real, gpt), list(ROWS), len(ROWS)),
-    "clip": (functools.partial(real, clip), FINALISTS, len(FINALISTS)),
+    "constant": (constant, list(ROWS), 20),
+    "falling": (falling, WHOLE, 20),
+    "decay": (decay, WHOLE, 40),
+    "gpt": (functools.partial(_real, gpt), list(ROWS), len(ROWS)),
+    "clip": (functools.partial(_real, clip), FINALISTS, len(FINALISTS)),
     "long": (long, FINALISTS, 6),
     "beta2 0.95": (short_memory, FINALISTS, len(FINALISTS)),
 }
@@ -299,11 +316,7 @@ def main(
     size = QUICK if check else Size()
     training = Training(data, model, vocabulary, size.recorded, batch, sequence, lr, seed=seed)
     parts = options.matching("--only", only, list(PARTS))
-    tasks = [
-        Task(part, share)
-        for part in parts
-        for share in range(-(-len(PARTS[part][1]) // PARTS[part][2]))
-    ]
+    tasks = [Task(part, share) for part in parts for share in range(-(-len(PARTS[part][1]) // PARTS[part][2]))]
     about = {
         **options.origin("cpu"),
         "training": asdict(training) | {"data": data.name if data else None},
@@ -318,7 +331,16 @@ def main(
         ],
         "finalists": FINALISTS,
     }
-    carry_out(out, about, tasks, functools.partial(one, size, training), START + seconds, jobs=jobs, resume=resume, dry=dry)
+    carry_out(
+        out,
+        about,
+        tasks,
+        functools.partial(one, size, training),
+        START + seconds,
+        jobs=jobs,
+        resume=resume,
+        dry=dry,
+    )
 
 
 if __name__ == "__main__":
