@@ -46,6 +46,7 @@ SHORT = {
     "split4_half_near_fed_v": "split4 nearest fed; m 4, v fp32",
     "bf16_v": "bf16 stochastic; m 8, v fp32",
     "eco_v": "bf16 nearest fed; m 8, v fp32",
+    "master_v": "fp32 master; m 8, v fp32",
     "master_half_v": "fp32 master; m 4, v fp32",
     # Both moments exact, or to nearest.
     "split4_alone": "split4 stochastic; m fp32, v fp32",
@@ -69,7 +70,6 @@ LINES = {
     "split4_half_cut": Line("the same, error into m: 6.03", "series-1", (4, 1.5), 1.8, "s"),
     "bf16": Line("bf16 stochastic, m 8: 6.03", "series-4", (), 1.8, "o"),
     "eco": Line("bf16, error into m (ECO), m 8: 6.03", "series-4", (2, 1.5), 1.8, "s"),
-    "code_half": Line("e4m3 + 8 bits stochastic, m 4: 5.53", "series-3", (8, 2, 1.5, 2), 1.8, "o"),
     "five": Line("e4m3 + 4 bits stochastic, m 4: 5.03", "series-6", (), 1.8, "o"),
 }
 
@@ -94,7 +94,7 @@ def _titled(results: Results) -> list[tuple[str, object]]:
     return [
         ("weights", lambda row: results["weights"][row["weights"]]["says"]),
         ("m, v", _moments),
-        ("bytes", lambda row: f"{row['bytes']:.2f}"),
+        ("bytes", lambda row: f"{row['bytes'] + 1e-9:.2f}"),  # 7.125 is 7.13 elsewhere
     ]
 
 
@@ -159,7 +159,7 @@ def every(results: Results) -> str:
         *per(("0.0001", "1e-05"), lambda lr: f"(e) GPT {_rate(lr)}", ("", functools.partial(_gpt, results))),
         ("last third", lambda row: cell(last(parts["falling"][row["name"]]["one scale 0.0001"]))),
         ("decay", lambda row: f"{last(parts['decay'][row['name']]['decay'])[0]:.4f}"),
-        words="ll",
+        words=2,
     )
 
 
@@ -177,7 +177,7 @@ def _cases(lr: str, results: Results) -> str:
         _rows(results, results["finalists"]),
         *_titled(results),
         *per(LABELS, LABELS.get, ("", lambda case, row: both(last(found[row["name"]][f"{case} {lr}"])))),
-        words="ll",
+        words=2,
     )
 
 
@@ -190,7 +190,7 @@ def _at_rates(part: str, case: str, results: Results) -> str:
         return both(last(found[row["name"]][f"{case} {lr}"]))
 
     names = [name for name in results["finalists"] if name in found]
-    return table(_rows(results, names), *_titled(results), *per(rates, _rate, ("", shown)), words="ll")
+    return table(_rows(results, names), *_titled(results), *per(rates, _rate, ("", shown)), words=2)
 
 
 def tensors(results: Results) -> str:
@@ -206,7 +206,7 @@ def tensors(results: Results) -> str:
         _rows(results, results["finalists"]),
         *_titled(results),
         *per(places, lambda place: f"{place[0].upper()} {_rate(place[1])}", ("", shown)),
-        words="ll",
+        words=2,
     )
 
 
@@ -241,7 +241,7 @@ def falling(results: Results) -> str:
             lambda place: f"{LABELS[place[0]][:3]} from {_rate(place[1])}",
             ("", lambda place, row: both(last(found[row["name"]]["{} {}".format(*place)]))),
         ),
-        words="ll",
+        words=2,
     )
 
 
@@ -251,14 +251,14 @@ def long(results: Results) -> str:
     marks = list(next(iter(next(iter(found.values())).values())))
     places = [(case, lr, mark) for case in ("one scale", "drift") for lr in ("0.0001", "1e-05") for mark in marks]
     return table(
-        _rows(results, results["finalists"]),
+        _rows(results, list(found)),
         *_titled(results),
         *per(
             places,
             lambda place: f"{LABELS[place[0]][:3]} {_rate(place[1])}, {int(place[2]):,}",
             ("", lambda place, row: cell(found[row["name"]][f"{place[0]} {place[1]}"][place[2]])),
         ),
-        words="ll",
+        words=2,
     )
 
 
@@ -279,7 +279,7 @@ def feed(results: Results) -> str:
         ("m", lambda row: row["m"] if row["m"] == "fp32" else f"{row['m']} bits"),
         *per(rates, lambda lr: f"(a) {_rate(lr)}", ("", made)),
         *per(rates[1:], lambda lr: f"(e) GPT {_rate(lr)}", ("", functools.partial(_gpt, results))),
-        words="ll",
+        words=2,
     )
 
 
@@ -303,7 +303,7 @@ def short_memory(results: Results) -> str:
             lambda place: f"{LABELS[place[0]][:3]} {_rate(place[1])}, β2 {betas[place[2]]}",
             ("", lambda place, row: cell(last(parts[place[2]][row["name"]][f"{place[0]} {place[1]}"]))),
         ),
-        words="ll",
+        words=2,
     )
 
 
@@ -351,8 +351,23 @@ def facts(results: Results) -> dict[str, str]:
             mean, _, least, largest, right = last(parts["decay"][name]["decay"])
             found |= {f"{short}_decay": f"{mean:.4f}", f"{short}_least": f"{least:.2f}", "right": f"{right:.4f}"}
             found[f"{short}_largest"] = f"{largest:.2f}"
+    ratios = _fed_over_plain(parts)
+    found |= {"compared": f"{len(ratios)}", "worst_fed": f"{100 * (max(ratios, default=1) - 1):.1f} %"}
     sizes = {row["name"]: row["bytes"] for row in results["rows"]}
-    return found | {f"{short}_bytes": f"{sizes[name]:.2f}" for short, name in SHORT.items()}
+    return found | {f"{short}_bytes": f"{sizes[name] + 1e-9:.2f}" for short, name in SHORT.items()}
+
+
+def _fed_over_plain(parts: dict[str, Results]) -> list[float]:
+    """Errors of 4-bit words with the error in m, within its scales, over those of stochastic rounding alone."""
+    pairs = [
+        (segments[segment], rows[name.replace("stochastic;", "stochastic fed, cut;")][segment])
+        for part, rows in parts.items()
+        for name, segments in rows.items()
+        if part != "decay" and name.startswith("split4 stochastic; m ")
+        for segment in segments
+        if name.replace("stochastic;", "stochastic fed, cut;") in rows
+    ]
+    return [last(fed)[0] / last(plain)[0] for plain, fed in pairs]
 
 
 def error_over_rates(results: Results) -> Figure:
@@ -382,6 +397,7 @@ def error_over_rates(results: Results) -> Figure:
         )
         axis.set_title(title, color=INK)
         axis.invert_xaxis()
+        pictures.ticks(axis.xaxis, list(at))
         pictures.ticks(axis.yaxis, None)
     axes[0].set_ylabel("relative error of the displacement", color=INK)
     pictures.below(figure, axes[0], 4)

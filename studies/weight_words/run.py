@@ -166,6 +166,7 @@ FINALISTS = [
     )),
     *PEERS,
 ]  # fmt: skip
+LONGEST = [*FINALISTS[1:8], name_of("e4m3+4 stochastic", "4", "8"), "FlashOptim"]
 
 
 @dataclass(frozen=True)
@@ -283,7 +284,7 @@ PARTS: dict[str, tuple[Part, Sequence[str], int]] = {
     "decay": (decay, list(ROWS), 60),
     "gpt": (functools.partial(_real, gpt), list(ROWS), len(ROWS)),
     "clip": (functools.partial(_real, clip), FINALISTS, len(FINALISTS)),
-    "long": (long, FINALISTS, 6),
+    "long": (long, LONGEST, 5),
     "beta2 0.95": (short_memory, FINALISTS, len(FINALISTS)),
 }
 
