@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from studies.shared import pictures
 from studies.shared.pictures import INK, Line
 from studies.shared.tables import Results, fill_in, per, significant, table
+from studies.state_codecs.bench import exploded
 from studies.state_codecs.page import LABELS as CASES
 from studies.state_codecs.page import both, cell, last
 
@@ -351,23 +352,36 @@ def facts(results: Results) -> dict[str, str]:
             mean, _, least, largest, right = last(parts["decay"][name]["decay"])
             found |= {f"{short}_decay": f"{mean:.4f}", f"{short}_least": f"{least:.2f}", "right": f"{right:.4f}"}
             found[f"{short}_largest"] = f"{largest:.2f}"
-    ratios = _fed_over_plain(parts)
-    found |= {"compared": f"{len(ratios)}", "worst_fed": f"{100 * (max(ratios, default=1) - 1):.1f} %"}
+    for m in ("8", "4"):
+        ratios = _fed_over_plain(parts, m)
+        found |= {
+            f"compared_{m}": f"{len(ratios)}",
+            f"worst_fed_{m}": f"{100 * (max(ratios, default=1) - 1):.0f} %",
+        }
+    ours = [
+        last(marks)[1]
+        for part, rows in parts.items()
+        for name, segments in rows.items()
+        if part != "decay" and name.startswith(("split4 stochastic", "split8"))
+        for marks in segments.values()
+    ]
+    found |= {"errors_of_ours": f"{len(ours):,}", "exploded_of_ours": f"{sum(map(exploded, ours))}"}
     sizes = {row["name"]: row["bytes"] for row in results["rows"]}
     return found | {f"{short}_bytes": f"{sizes[name] + 1e-9:.2f}" for short, name in SHORT.items()}
 
 
-def _fed_over_plain(parts: dict[str, Results]) -> list[float]:
+def _fed_over_plain(parts: dict[str, Results], m: str) -> list[float]:
     """Errors of 4-bit words with the error in m, within its scales, over those of stochastic rounding alone."""
+    plain, fed = (f"split4 stochastic{way}; m {m}, v " for way in ("", " fed, cut"))
     pairs = [
-        (segments[segment], rows[name.replace("stochastic;", "stochastic fed, cut;")][segment])
+        (last(segments[segment]), last(rows[fed + v][segment]))
         for part, rows in parts.items()
-        for name, segments in rows.items()
-        if part != "decay" and name.startswith("split4 stochastic; m ")
+        for v in ("8", "fp32")
+        for segments in [rows.get(plain + v, {})]
         for segment in segments
-        if name.replace("stochastic;", "stochastic fed, cut;") in rows
+        if part != "decay"
     ]
-    return [last(fed)[0] / last(plain)[0] for plain, fed in pairs]
+    return [with_it[0] / without[0] for without, with_it in pairs]
 
 
 def error_over_rates(results: Results) -> Figure:

@@ -31,7 +31,7 @@ from studies.state_codecs.gradients import UNIT, Gradients, clip, gpt, recorded,
 from studies.state_codecs.run import PAIRS, STEADY, SUDDEN
 from studies.state_codecs.weights import Digits, Kept, exact, factored, flashoptim, float32
 
-START = time.monotonic()
+BEGAN = time.monotonic()
 GRADIENT = 2.0  # bytes a parameter: bfloat16, as the weight that the model computes with
 BLOCK = 256
 STD = 0.02  # of the weights at the beginning
@@ -352,7 +352,7 @@ def main(
         about,
         tasks,
         functools.partial(one, size, training),
-        START + seconds,
+        BEGAN + seconds,
         jobs=jobs,
         resume=resume,
         dry=dry,
