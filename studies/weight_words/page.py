@@ -290,6 +290,21 @@ def _gpt(results: Results, lr: str, row: Results) -> str:
     return _range([last(marks) for name, marks in segments.items() if name.endswith(f" {lr}")])
 
 
+def bias(results: Results) -> str:
+    """How far weights with a drift are ahead of the reference."""
+    found = found_in(results)["bias"]
+    return table(
+        _rows(results, list(found)),
+        *_titled(results),
+        *per(
+            ("0.0001", "1e-05"),
+            lambda lr: f"(f) {_rate(lr)}",
+            ("", lambda lr, row: last(found[row["name"]][f"drift {lr}"])[0], "+.1%"),
+        ),
+        words=2,
+    )
+
+
 def short_memory(results: Results) -> str:
     """Two decay rates of v."""
     parts, betas = found_in(results), {"constant": "0.999", "beta2 0.95": "0.95"}
@@ -348,6 +363,9 @@ def facts(results: Results) -> dict[str, str]:
                 if errors:
                     ends = dict.fromkeys(significant(end(errors), 2) for end in (min, max))
                     found[f"{short}_{model}_{exponent}"] = " to ".join(ends)
+        for lr, marks in parts.get("bias", {}).get(name, {}).items():
+            behind = -last(marks)[0]
+            found[f"{short}_behind_{rates[lr.rpartition(' ')[2]]}"] = f"{100 * behind:.1f} %"
         if name in parts.get("decay", {}):
             mean, _, least, largest, right = last(parts["decay"][name]["decay"])
             found |= {f"{short}_decay": f"{mean:.4f}", f"{short}_least": f"{least:.2f}", "right": f"{right:.4f}"}
@@ -362,7 +380,7 @@ def facts(results: Results) -> dict[str, str]:
         last(marks)[1]
         for part, rows in parts.items()
         for name, segments in rows.items()
-        if part != "decay" and name.startswith(("split4 stochastic", "split8"))
+        if part not in ("decay", "bias") and name.startswith(("split4 stochastic", "split8"))
         for marks in segments.values()
     ]
     found |= {"errors_of_ours": f"{len(ours):,}", "exploded_of_ours": f"{sum(map(exploded, ours))}"}
@@ -379,7 +397,7 @@ def _fed_over_plain(parts: dict[str, Results], m: str) -> list[float]:
         for v in ("8", "fp32")
         for segments in [rows.get(plain + v, {})]
         for segment in segments
-        if part != "decay"
+        if part not in ("decay", "bias")
     ]
     return [with_it[0] / without[0] for without, with_it in pairs]
 
@@ -421,7 +439,7 @@ def error_over_rates(results: Results) -> Figure:
 PICTURES = {"": error_over_rates}
 TABLES = {
     "origin": origin, "issue": issue, "every": every, "tensors": tensors, "decay": decay, "falling": falling,
-    "long": long, "feed": feed, "beta2": short_memory,
+    "long": long, "feed": feed, "bias": bias, "beta2": short_memory,
     "cases_4": functools.partial(_cases, "0.0001"), "cases_5": functools.partial(_cases, "1e-05"),
     "rates": functools.partial(_at_rates, "constant", "one scale"),
     "rows": functools.partial(_at_rates, "constant", "sparse rows"),

@@ -210,6 +210,7 @@ def measured(
     seed: int,
     rates: Sequence[float] = RATES,
     falls: bool = False,
+    measure: Callable[[Tensor, Tensor], list[float]] | None = None,
     **settings: Any,
 ) -> Found:
     """Errors at constant rates, or along a cosine to a hundredth: then those of the last third alone."""
@@ -219,8 +220,8 @@ def measured(
     def lr(t: int) -> Tensor:
         return each * (0.01 + 0.99 * (1 + math.cos(math.pi * (t - 1) / last)) / 2) if falls else each
 
-    rule, start = {**SETTINGS["adamw"], **settings, "lr": lr}, begin(gradients.numel, seed)
-    return run(chosen, gradients, marks, settings=rule, start=start, since=2 * last // 3 if falls else 0)
+    rule, start, since = {**SETTINGS["adamw"], **settings, "lr": lr}, begin(gradients.numel, seed), 2 * last // 3
+    return run(chosen, gradients, marks, settings=rule, start=start, since=since if falls else 0, measure=measure)
 
 
 def _made(cases: Sequence[str], steps: int, training: Training) -> Gradients:
@@ -247,6 +248,16 @@ def long(chosen: Mapping[str, Simulation], size: Size, training: Training) -> Fo
     """Ten times as many steps, at the lower rates."""
     cases = _made(("one scale", "drift"), size.marks[-1], training)
     return measured(chosen, cases, size.marks, training.seed, RATES[1:])
+
+
+def bias(chosen: Mapping[str, Simulation], size: Size, training: Training) -> Found:
+    """The share of their way that weights with a drift are ahead of the reference, or behind it."""
+
+    def ahead(delta: Tensor, way: Tensor) -> list[float]:
+        return [float((delta @ way) / (way @ way)), 0.0]
+
+    cases, marks = _made(("drift",), size.marks[1], training), [size.marks[1]]
+    return measured(chosen, cases, marks, training.seed, RATES[1:3], measure=ahead)
 
 
 def short_memory(chosen: Mapping[str, Simulation], size: Size, training: Training) -> Found:
@@ -285,6 +296,7 @@ PARTS: dict[str, tuple[Part, Sequence[str], int]] = {
     "gpt": (functools.partial(_real, gpt), list(ROWS), len(ROWS)),
     "clip": (functools.partial(_real, clip), FINALISTS, len(FINALISTS)),
     "long": (long, LONGEST, 5),
+    "bias": (bias, LONGEST, len(LONGEST)),
     "beta2 0.95": (short_memory, FINALISTS, len(FINALISTS)),
 }
 
