@@ -182,18 +182,6 @@ def _cases(lr: str, results: Results) -> str:
     )
 
 
-def _at_rates(part: str, case: str, results: Results) -> str:
-    """The finalists in one case, or in the worst tensor, at every rate."""
-    found = found_in(results)[part]
-    rates = dict.fromkeys(name.rpartition(" ")[2] for name in next(iter(found.values())))
-
-    def shown(lr: str, row: Results) -> str:
-        return both(last(found[row["name"]][f"{case} {lr}"]))
-
-    names = [name for name in results["finalists"] if name in found]
-    return table(_rows(results, names), *_titled(results), *per(rates, _rate, ("", shown)), words=2)
-
-
 def tensors(results: Results) -> str:
     """Real training: the finalists' least and largest error of a model's tensors."""
     parts = found_in(results)
@@ -441,6 +429,4 @@ TABLES = {
     "origin": origin, "issue": issue, "every": every, "tensors": tensors, "decay": decay, "falling": falling,
     "long": long, "feed": feed, "bias": bias, "beta2": short_memory,
     "cases_4": functools.partial(_cases, "0.0001"), "cases_5": functools.partial(_cases, "1e-05"),
-    "rates": functools.partial(_at_rates, "constant", "one scale"),
-    "rows": functools.partial(_at_rates, "constant", "sparse rows"),
 }  # fmt: skip
