@@ -174,6 +174,7 @@ def rows() -> tuple[Row, ...]:
         _ours(LOW, "stochastic", "log8", _STOCHASTIC + "logarithmic 8-bit states"),
         _ours(LOW, "stochastic", mixed, _STOCHASTIC + "m in 4 bits, v in 8"),
         _ours(LOW, "stochastic", "log4", _STOCHASTIC + "logarithmic 4-bit states"),
+        _ours(LOW, "stochastic", factored, _STOCHASTIC + "m in 4 bits, v by rows and columns"),
         _ours(LOW, "split8", "8bit", _SPLIT8 + "the paper's 8-bit states"),
         _named(LOW, "split"),
         _ours(LOW, "split", "8bit", "the paper's, in blocks of 2048", block_size=2048, suffix=", 2048"),

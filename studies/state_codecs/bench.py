@@ -5,13 +5,14 @@ they do in training. The error of a candidate is ||w - w64|| / ||w64 - w0||, its
 max |w - w64| / max |w64 - w0|, over a segment of the gradients.
 
 The candidate is either a `Simulation`, AdamW or AdaGrad with any codec for its moments, or the `Library`'s own
-optimizer with states by name. A simulation keeps its weights in float64: its errors are the states' alone.
+optimizer with states by name. A simulation keeps its weights in float64, so that its errors are the states' alone,
+or in a codec.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +21,15 @@ from torch import Tensor
 
 import narrowgauge as ng
 from narrowgauge.storage._log_states import unit_of
+from narrowgauge.storage._states import is_unknown
 from studies.state_codecs.codecs import Codec
 from studies.state_codecs.gradients import Gradients
 
 EXPLODED = 10.0  # times the largest displacement of any weight: a candidate's worst element
-# What each rule is run with; AdamW's are those of the usual simulation.
-SETTINGS: dict[str, dict[str, Any]] = {
+Settings = Mapping[str, Any]
+# What each rule is run with; AdamW's are those of the usual simulation. Its learning rate may also be a function of
+# the step that gives a rate for each element.
+SETTINGS: dict[str, Settings] = {
     "adamw": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
     "lamb": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01},
     "sgd": {"lr": 1e-2, "momentum": 0.9},
@@ -44,8 +48,8 @@ _OPTIMIZERS = {
 class Reference:
     """A rule in float64, from its equations."""
 
-    def __init__(self, rule: str, p0: Tensor, segments: Mapping[str, slice]) -> None:
-        self.rule, self.s = rule, SETTINGS[rule]
+    def __init__(self, rule: str, p0: Tensor, segments: Mapping[str, slice], settings: Settings) -> None:
+        self.rule, self.s = rule, settings
         self.segments = list(segments.values())
         self.p = p0.double().clone()
         self.m, self.v = torch.zeros_like(self.p), torch.zeros_like(self.p)
@@ -78,7 +82,7 @@ class Reference:
         if self.rule == "lamb":
             for part in self.segments:
                 u[part] *= self.p[part].norm() / u[part].norm()
-        self.p.sub_(u, alpha=s["lr"])
+        self.p.sub_(u.mul_(_rate(s, t)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,34 +94,46 @@ class Simulation:
     hand_over: bool = False  # m's error is added to the step, times what it would have moved the weight by later
     unit: bool = False  # m's codec sees m over the root of the v that is kept, rounded down to a power of two
     block_size: int | None = None  # of its own, instead of the run's
+    weights: Codec | None = None  # of AdamW's weights, updated in float32; None for weights in float64
+    # The weight's error is put into m, times what m needs to make up for it later: m's blocks get new scales
+    # ("rescaled"), or stay in those that they have been written with, and what is larger is cut off ("cut").
+    feed: str | None = None
 
-    def start(self, rule: str, p0: Tensor, segments: Mapping[str, slice], block_size: int) -> SimulatedRun:
-        return SimulatedRun(self, rule, p0, self.block_size or block_size)
+    def start(
+        self, rule: str, p0: Tensor, segments: Mapping[str, slice], block_size: int, settings: Settings
+    ) -> SimulatedRun:
+        return SimulatedRun(self, rule, p0, self.block_size or block_size, settings)
 
 
 class SimulatedRun:
-    """A `Simulation` under way: states in float32, as they are read back; weights in float64."""
+    """A `Simulation` under way: states in float32, as they are read back; weights in float64, or as read back."""
 
-    def __init__(self, how: Simulation, rule: str, p0: Tensor, block_size: int) -> None:
+    def __init__(self, how: Simulation, rule: str, p0: Tensor, block_size: int, settings: Settings) -> None:
         if rule not in ("adamw", "adagrad"):
             raise ValueError(f"rule must be 'adamw' or 'adagrad', got {rule!r}")
-        self.how, self.rule, self.s, self.block = how, rule, SETTINGS[rule], block_size
-        self.p = p0.double().clone()
+        if how.weights is not None and rule != "adamw":
+            raise ValueError(f"rule must be 'adamw' for narrow weights, got {rule!r}")
+        self.how, self.rule, self.s, self.block = how, rule, settings, block_size
+        self.p = p0.double() if how.weights is None else p0.clone()
         self.m, self.v = torch.zeros_like(p0), torch.zeros_like(p0)
 
     def weights(self) -> Tensor:
-        return self.p
+        return self.p.double()
 
     def _kept(self, codec: Codec, x: Tensor, noise: Tensor) -> Tensor:
         return codec(x.view(-1, self.block), noise.view(-1, self.block)).view(-1)
 
-    def _first(self, m: Tensor, noise: Tensor) -> Tensor:
-        """A first moment as it is read back, beside a second that has been."""
+    def _first(self, m: Tensor, noise: Tensor, written: Tensor | None = None) -> Tensor:
+        """A first moment as it is read back, beside a second that has been; or in the scales of a written one."""
+        codec = self.how.m
         if not self.how.unit:
-            return self._kept(self.how.m, m, noise)
+            return self._kept(codec, m, noise)
         unit = unit_of(self.v)
         # Beside a root that was rounded to zero nothing is kept, and nothing else loses precision by it.
-        return self._kept(self.how.m, torch.where(unit > 0, m / unit, 0.0), noise) * unit
+        q = torch.where(is_unknown(m, self.v), 0.0, m / unit)
+        if written is None:
+            return self._kept(codec, q, noise) * unit
+        return codec.beside(*(x.view(-1, self.block) for x in (q, written / unit))).reshape(-1) * unit
 
     def step(self, g: Tensor, t: int, noise: Tensor) -> None:
         s = self.s
@@ -135,7 +151,18 @@ class SimulatedRun:
         u = m / (1 - beta1**t)
         if self.how.hand_over:
             u.add_(m - self.m, alpha=beta1 / (1 - beta1))
-        self.p.mul_(1 - s["lr"] * s["weight_decay"]).sub_(u.div_(root), alpha=s["lr"])
+        lr = _rate(s, t)
+        if self.how.weights is None:
+            self.p.mul_(1 - lr * s["weight_decay"]).sub_(u.div_(root) * lr)
+            return
+        lr = lr if isinstance(lr, float) else lr.float()
+        updated = self.p - lr * u.div_(root).add_(self.p, alpha=s["weight_decay"])
+        self.p = self.how.weights(updated, noise[2])
+        if self.how.feed:
+            # What is added to m moves the weight by lr beta1 / (1 - beta1) / (1 - beta1^t) / root times it later.
+            factor = (1 - 1 / beta1) * (1 - beta1**t)
+            debt = (updated - self.p) * root * factor / lr
+            self.m = self._first(self.m + debt, noise[0], self.m if self.how.feed == "cut" else None)
 
 
 @dataclass(frozen=True)
@@ -144,20 +171,30 @@ class Library:
 
     states: str | tuple[tuple[str, str], ...]
 
-    def start(self, rule: str, p0: Tensor, segments: Mapping[str, slice], block_size: int) -> LibraryRun:
-        return LibraryRun(self, rule, p0, segments, block_size)
+    def start(
+        self, rule: str, p0: Tensor, segments: Mapping[str, slice], block_size: int, settings: Settings
+    ) -> LibraryRun:
+        return LibraryRun(self, rule, p0, segments, block_size, settings)
 
 
 class LibraryRun:
     """A `Library` under way: a parameter for each segment."""
 
-    def __init__(self, how: Library, rule: str, p0: Tensor, segments: Mapping[str, slice], block_size: int) -> None:
+    def __init__(
+        self,
+        how: Library,
+        rule: str,
+        p0: Tensor,
+        segments: Mapping[str, slice],
+        block_size: int,
+        settings: Settings,
+    ) -> None:
         # Where nothing is summed over a tensor, one parameter is the same and quicker.
         parts = list(segments.values()) if rule == "lamb" else [slice(0, p0.numel())]
         self.parts = [(part, p0[part].clone().requires_grad_()) for part in parts]
         states = how.states if isinstance(how.states, str) else dict(how.states)
         self.optimizer = _OPTIMIZERS[rule](
-            [p for _, p in self.parts], **SETTINGS[rule], states=states, block_size=block_size, min_quantized_size=1
+            [p for _, p in self.parts], **settings, states=states, block_size=block_size, min_quantized_size=1
         )
 
     def weights(self) -> Tensor:
@@ -180,34 +217,59 @@ def run(
     rule: str = "adamw",
     block_size: int = 256,
     seed: int = 1,
+    settings: Settings | None = None,
+    start: Tensor | None = None,
+    since: int = 0,
+    measure: Callable[[Tensor, Tensor], list[float]] | None = None,
 ) -> dict[str, dict[str, dict[int, list[float]]]]:
     """Run all candidates beside the reference: by candidate, segment and mark, [error, worst element].
 
-    The marks are the steps after which errors are taken, ascending; the last is the end. The seed is of the noise
-    of stochastic codecs.
+    Args:
+        candidates: by name.
+        gradients: what all of them see.
+        marks: the steps after which errors are taken, ascending; the last is the end.
+        rule: of `SETTINGS`.
+        block_size: of narrow states.
+        seed: of the noise of stochastic codecs.
+        settings: the rule's, instead of `SETTINGS`.
+        start: float32 weights at the beginning; by default zero, for LAMB N(0, 0.02^2).
+        since: errors are of the way from this step on.
+        measure: what is found in a segment, instead of its errors: a function of a candidate's weights minus the
+            reference's, and of the reference's displacement.
     """
-    device = gradients.device
+    device, settings, measure = gradients.device, settings or SETTINGS[rule], measure or _errors
     generator = torch.Generator(device).manual_seed(seed)
     # LAMB's step is in proportion to the weight; for the others where they start does not matter.
-    p0 = torch.randn(gradients.numel, generator=generator, device=device) * (0.02 if rule == "lamb" else 0.0)
-    reference = Reference(rule, p0, gradients.segments)
-    runs = {name: c.start(rule, p0, gradients.segments, block_size) for name, c in candidates.items()}
+    drawn = torch.randn(gradients.numel, generator=generator, device=device) * (0.02 if rule == "lamb" else 0.0)
+    p0 = drawn if start is None else start
+    reference = Reference(rule, p0, gradients.segments, settings)
+    runs = {name: c.start(rule, p0, gradients.segments, block_size, settings) for name, c in candidates.items()}
     found: dict[str, dict[str, dict[int, list[float]]]] = {
         name: {segment: {} for segment in gradients.segments} for name in candidates
     }
+    begin, begins = p0.double(), dict.fromkeys(runs, p0.double())
+    noises = 3 if any(isinstance(c, Simulation) and c.weights is not None for c in candidates.values()) else 2
     for t in range(1, marks[-1] + 1):
         g = gradients.at(t)
-        noise = torch.rand((2, gradients.numel), generator=generator, device=device)
+        noise = torch.rand((noises, gradients.numel), generator=generator, device=device)
         reference.step(g, t, noise)
         for each in runs.values():
             each.step(g, t, noise)
+        if t == since:
+            begin, begins = reference.weights().clone(), {name: each.weights() for name, each in runs.items()}
         if t in marks:
-            way = reference.weights() - p0.double()
+            way = reference.weights() - begin
             for name, each in runs.items():
-                delta = each.weights() - reference.weights()
+                delta = each.weights() - begins[name] - way
                 for segment, part in gradients.segments.items():
-                    found[name][segment][t] = _errors(delta[part], way[part])
+                    found[name][segment][t] = measure(delta[part], way[part])
     return found
+
+
+def _rate(settings: Settings, t: int) -> Any:
+    """The learning rate of a step: a number, or a float64 tensor with one for each element."""
+    lr: float | Callable[[int], Tensor] = settings["lr"]
+    return lr(t) if callable(lr) else lr
 
 
 def _errors(delta: Tensor, way: Tensor) -> list[float]:

@@ -103,3 +103,9 @@ class Relative:
         storage = state_storage(f"log{self.bits}").for_slot(signed=True, has_normalizer=True)
         context = StateContext(x.shape, True, x.shape[1])
         return storage.decode(storage.encode(x, context), context)
+
+    def beside(self, x: Tensor, written: Tensor) -> Tensor:
+        """Codes of the scales that blocks have been written with already; what is larger is cut off."""
+        top = written.abs().amax(1, keepdim=True)
+        # A block's scale is its largest element's: that stands in one more column.
+        return self(torch.cat([x.clamp(-top, top), top], dim=1), x)[:, :-1]

@@ -27,6 +27,7 @@ from studies.shared.gather import Training
 UNIT = 2048  # the largest block in use
 SCALE = 0.01
 SUDDEN = 30.0
+DRIFT = 0.05  # spread of the elements' means over their noise
 _WIDTH = 64  # of the embedding of the case "rows": four rows a block of 256
 
 CASES = {
@@ -36,6 +37,7 @@ CASES = {
     "sparse elements": "(c2) each element active with its own probability, log-uniform over three decades",
     "down 30": "(d) as (a), every other element 30 times smaller from half-way on",
     "up 30": "(d) as (a), every other element 30 times larger from half-way on",
+    "drift": "(f) as (a), about a mean of its own for each element, N(0, (0.01 / 20)²)",
 }
 
 
@@ -63,6 +65,7 @@ def synthetic(cases: Sequence[str], numel: int, steps: int, seed: int = 0, devic
     scale = torch.full((len(cases), numel), SCALE, device=device)
     active = torch.ones((len(cases), numel), device=device)
     late = torch.ones((len(cases), numel), device=device)
+    mean = torch.zeros((len(cases), numel), device=device)
     rates = torch.zeros(0, 1)
     for row, case in enumerate(cases):
         if case == "six decades":
@@ -73,11 +76,13 @@ def synthetic(cases: Sequence[str], numel: int, steps: int, seed: int = 0, devic
             rates = _zipf(numel // _WIDTH, generator).unsqueeze(1)
         elif case in ("down 30", "up 30"):
             late[row, ::2] = SUDDEN if case == "up 30" else 1 / SUDDEN
+        elif case == "drift":
+            mean[row] = torch.randn(numel, generator=generator, device=device) * SCALE * DRIFT
     sparse = [row for row, case in enumerate(cases) if case == "sparse elements"]
     rows = [row for row, case in enumerate(cases) if case == "sparse rows"]
 
     def at(step: int) -> Tensor:
-        g = torch.randn(scale.shape, generator=generator, device=device) * scale
+        g = torch.randn(scale.shape, generator=generator, device=device) * scale + mean
         if 2 * step > steps:
             g *= late
         for row in sparse:

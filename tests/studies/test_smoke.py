@@ -34,6 +34,7 @@ WORDS = {
     "stability": ["--data", "PAIRS", "--only", "shift"],
     "state_codecs": ["--data", "TEXT", "--part", "blocks", "--part", "adagrad", "--jobs", "1"],
     "training_magnitudes": ["--data", "TEXT"],
+    "weight_words": ["--only", "decay", "--only", "beta2*"],
 }
 # Those that take more than two seconds, but one that trains images and one that trains in several processes. Of
 # memory_plans and inner_product_noise other tests of this folder run the same functions.
@@ -47,6 +48,7 @@ LARGER = {
     "collage_training": {"reading"},
     "eight_bit_adam": {"repeats"},
     "state_codecs": set(render.page_of("state_codecs").TABLES) - {"origin"},
+    "weight_words": set(render.page_of("weight_words").TABLES) - {"origin", "decay"},
 }
 
 
