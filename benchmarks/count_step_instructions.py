@@ -25,12 +25,13 @@ from narrowgauge.kernels._step._layout import AT, WIDTH
 from narrowgauge.optim._plan import ParamStep
 from narrowgauge.optim._tracing import Hyperparameters
 from narrowgauge.optim._triton_backend import kernels_of, launch_key
+from narrowgauge.storage import Float8Weight
 
 _TYPES = {
     "table": "*i64", "programs": "*i32", "uniforms": "*fp32", "steps": "*i32", "flags": "*i32", "partials": "*fp64",
     "hyper": "*fp64", "values0": "*fp32", "values1": "*fp32", "cells0": "*i32", "cells1": "*i32",
     "gauges": "*fp32", "sums": "*fp32", "ends": "*i32", "slices": "*fp64", "stats": "*fp64",
-    "verdict": "*fp32", "squares": "*fp64", "totals": "*fp64",
+    "verdict": "*fp32", "squares": "*fp64", "totals": "*fp64", "largest": "*i32",
 }  # fmt: skip
 # Weights, states, dtype, optimizer, options: every codec, every rule, sums, blocks of other sizes.
 EVERY: list[tuple[str, str, torch.dtype, str, dict[str, Any]]] = [
@@ -44,6 +45,7 @@ EVERY: list[tuple[str, str, torch.dtype, str, dict[str, Any]]] = [
     ("plain", "fp32", torch.float32, "LARS", {"momentum": 0.9}),
     ("plain", "8bit", torch.float32, "SGD", {"momentum": 0.9, "nesterov": True, "block_size": 4096}),
     ("plain", "log8", torch.float32, "Adagrad", {}),
+    ("fp8split8", "log8", torch.bfloat16, "AdamW", {"nonfinite": "skip"}),
 ]
 VARIANTS = [(weights, states) for weights in ("plain", "split8") for states in ("fp32", "8bit", "log8", "fp8")]
 
@@ -58,11 +60,12 @@ def step_of(
     **options: Any,
 ) -> Any:
     """The kernels of an optimizer and its storages."""
-    p = torch.nn.Parameter(torch.ones(8, 1024, dtype=dtype))  # LARS does not scale vectors
+    start = torch.ones(8, 1024, dtype=dtype)  # LARS does not scale vectors
+    p = torch.nn.Parameter(Float8Weight.of(start) if weights == "fp8split8" else start)
     optimizer = getattr(optim, name)([p], weights=weights, states=states, **options)
     (group,) = optimizer.param_groups
     plan = optimizer.plan_of(p)
-    step = ParamStep(0, plan, group, p, torch.zeros_like(p), plan.init(p, group))
+    step = ParamStep(0, plan, group, p, torch.zeros_like(start), plan.init(p, group))
     return kernels_of(launch_key(step, Hyperparameters.of(group), gauges, factor))
 
 
@@ -79,7 +82,7 @@ def compiled(kernel: Any, layout: Any, constants: dict[str, Any], target: GPUTar
 def compile_every(step: Any, target: GPUTarget = TARGET) -> None:
     """All kernels of a step as they are launched: what the interpreter lets pass the compiler may refuse."""
     shared = ("totals", "numbers_summed") if step.terms else ()
-    for name in ("step", "numbers", "sums", "numbers_before", "finite", "pass_before", *shared):
+    for name in ("step", "numbers", "sums", "numbers_before", "finite", "pass_before", "largest_codes", *shared):
         for advance in (True, False) if name.startswith("numbers") and hasattr(step, name) else (True,):
             if hasattr(step, name):
                 constants = {"ADVANCE": advance, "SKIP": advance and step.skip, "PEEK": not advance}

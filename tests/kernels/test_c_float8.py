@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge.formats import random_bits
+from narrowgauge.formats import random_halves
 from narrowgauge.kernels import _c_float8
-from narrowgauge.storage._float8_weight import from_words, largest_of, to_words
+from narrowgauge.storage._float8_weight import from_words, largest_code, to_words
 
 pytestmark = pytest.mark.skipif(_c_float8.unavailable() is not None, reason=f"{_c_float8.unavailable()}")
 
@@ -38,9 +38,10 @@ def test_words_are_written_alike_of_numbers_of_every_size(power: int, count: int
     weight[::7] = special.repeat(count)[: len(weight[::7])]
     scale = torch.tensor(2.0**power)
     codes, low = torch.empty(count, dtype=torch.float8_e4m3fn), torch.empty(count, dtype=torch.int8)
-    _c_float8.write(weight, float(scale), codes, low, seed=5, stream=3, step=(7 << 32) + 1)
-    random = random_bits(count, seed=5, stream=3, step=(7 << 32) + 1) >> 20
+    key = {"seed": 5, "stream": 3, "step": (7 << 32) + 1, "purpose": 2}
+    _c_float8.write(weight, float(scale), codes, low, **key)
+    random = ((random_halves(count, **key, device=weight.device) & 0xFF) << 4) + 8
     wanted, wanted_low = to_words(weight, scale, random)
     assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
     assert torch.equal(low, wanted_low)
-    assert _c_float8.largest(weight) == float(largest_of(weight))
+    assert _c_float8.largest(codes) == int(largest_code(codes))

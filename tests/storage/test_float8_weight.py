@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from narrowgauge.formats import FP8_E4M3, FloatFormat, random_bits
 from narrowgauge.storage import Float8Weight, weight_storage
 from narrowgauge.storage._float8_weight import (
-    NEAREST,
+    LARGEST_SCALE,
+    SCALE_OF_ZEROS,
     SMALLEST_SCALE,
     from_words,
-    kept_scale,
+    largest_code,
+    next_scale,
     scale_for,
     to_words,
 )
@@ -36,7 +38,7 @@ def every_pair() -> tuple[Tensor, Tensor]:
 
 
 def nearest(p: Tensor) -> Tensor:
-    return torch.full(p.shape, NEAREST << 20, dtype=torch.int64)
+    return torch.full(p.shape, 128, dtype=torch.int64)
 
 
 @pytest.mark.parametrize("power", [-32, -9, 0, 100])
@@ -51,10 +53,10 @@ def test_every_pair_of_words_is_the_number_of_its_pattern_and_comes_back(power: 
     weight = from_words(codes, low, torch.tensor(2.0**power))
     assert torch.equal(weight.double(), wanted)
     assert torch.equal(torch.signbit(weight), sign < 0)
-    below = weight.abs() <= 448 * 2.0**power  # a low word above the largest code is one left over
+    below = weight.abs() <= 224 * 2.0**power  # the largest with which the scale stays
     p = Float8Weight(codes[below], torch.tensor(2.0**power))
     zero = torch.full(p.shape, -0.0)  # which changes the sign of no zero
-    for random in (nearest(p), torch.zeros(p.shape, dtype=torch.int64), torch.full(p.shape, (1 << 32) - 1)):
+    for random in (nearest(p), torch.zeros(p.shape, dtype=torch.int64), torch.full(p.shape, 255)):
         new, new_low = STORAGE.add(p, low[below], weight[below], zero, lambda random=random: random)
         assert torch.equal(new.scale, p.scale)
         assert torch.equal(new.codes.view(torch.uint8), p.codes.view(torch.uint8))
@@ -105,29 +107,52 @@ def test_the_scale_leaves_a_factor_of_two_above_the_largest(largest: float) -> N
     assert 112 <= codes < 224 or (scale == SMALLEST_SCALE and codes < 112) or (scale == 2.0**119 and codes < 1024)
 
 
-def test_the_scale_stays_between_56_and_448_and_then_is_chosen_anew() -> None:
-    assert float(scale_for(torch.tensor(0.0))) == SMALLEST_SCALE
-    for codes, wanted in ((448.0, 1.0), (449.0, 4.0), (56.0, 1.0), (55.9, 0.25), (1e6, 2.0**13), (0.0, 2.0**-32)):
-        assert float(kept_scale(torch.tensor(codes), ONE)) == wanted, codes
+def test_the_next_scale_puts_every_largest_code_between_112_and_224_unless_it_is_from_56() -> None:
+    assert float(scale_for(torch.tensor(0.0))) == SCALE_OF_ZEROS
+    for code in range(127):
+        codes = torch.tensor([3, 0x7F, 0x80 | code] if code > 3 else [0xFF, code], dtype=torch.uint8)
+        largest = largest_code(codes.view(torch.float8_e4m3fn))
+        assert int(largest) == code
+        number = float(codes[-1:].view(torch.float8_e4m3fn).float().abs())
+        scale = float(next_scale(largest, ONE))
+        if number == 0 or 56 <= number <= 224:
+            assert scale == 1
+        elif code >= 8:
+            assert 112 < number / scale <= 224
+        else:  # a subnormal code: less in one step, never too much
+            assert scale <= 2.0**-13
+            assert number / scale <= 224
+    for scale in (SMALLEST_SCALE, LARGEST_SCALE):
+        assert SMALLEST_SCALE <= float(next_scale(torch.tensor(20), ONE * scale)) <= LARGEST_SCALE
+        assert SMALLEST_SCALE <= float(next_scale(torch.tensor(126), ONE * scale)) <= LARGEST_SCALE
 
 
 def test_weights_that_grow_and_shrink_keep_twelve_bits() -> None:
-    """From zero up by factors of ten, and down again: no element saturates, and none is lost."""
+    """Down by factors of ten a step, and up by factors of two: no element saturates, and none is lost."""
     shape = torch.linspace(-1, 1, 999)
-    p = Float8Weight.of(torch.zeros(999))
+    p = Float8Weight.of(1e3 * shape)
     low = STORAGE.init(p)
-    assert float(p.scale) == SMALLEST_SCALE
     scales = set()
-    for size in [10.0**n for n in (*range(-6, 9), *range(9, -7, -1))]:
+    for size in (*(10.0**-n for n in range(-2, 7)), *(1e-6 * 2.0**n for n in range(30))):
         wanted = size * shape
         weight = STORAGE.read(p, low)
         random = nearest(p)
         p, low = STORAGE.add(p, low, weight, wanted - weight, lambda random=random: random)
         scales.add(float(p.scale))
         error = (STORAGE.read(p, low).double() - wanted.double()).abs()
-        assert (error <= 2.0**-12 * wanted.abs() + p.scale.double() * 2.0**-18 + 2.0**-20 * size).all()
-        assert 56 <= float(p.codes.float().abs().max()) <= 448
+        # To the nearest but for a 256th.
+        assert (error <= 2.0**-11.99 * wanted.abs() + p.scale.double() * 2.0**-17.9 + 2.0**-20 * size).all()
     assert len(scales) > 10
+
+
+def test_zeros_keep_their_scale_and_what_grows_beyond_448_codes_ends_there() -> None:
+    p, low = Float8Weight.of(torch.zeros(3)), torch.zeros(3, dtype=torch.int8)
+    for _ in range(2):
+        p, low = STORAGE.add(p, low, STORAGE.read(p, low), torch.zeros(3), lambda: nearest(p))
+    assert float(p.scale) == SCALE_OF_ZEROS
+    for wanted in (448 * SCALE_OF_ZEROS, 2 * 448 * SCALE_OF_ZEROS, 5.0):
+        p, low = STORAGE.add(p, low, STORAGE.read(p, low), 5.0 - STORAGE.read(p, low), lambda: nearest(p))
+        assert torch.equal(STORAGE.read(p, low), torch.full((3,), wanted))
 
 
 def test_one_scale_after_another_loses_the_low_words_last_bit_alone() -> None:

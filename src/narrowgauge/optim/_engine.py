@@ -413,8 +413,8 @@ def _scales(request: StepRequest) -> bool:
 
 
 def _for_triton(step: ParamStep) -> bool:
-    plain = type(step.param) in PLAIN and type(step.grad) in PLAIN
-    return plain and not step.plan.strict and unavailable(step.param.device) is None
+    known = type(step.param) in PLAIN or step.plan.weight.float8
+    return known and type(step.grad) in PLAIN and not step.plan.strict and unavailable(step.param.device) is None
 
 
 def refuse_sparse(name: str, grad: Any) -> None:

@@ -1,8 +1,7 @@
 """Compiled steps of float8 weights on a CPU.
 
-The scale of a float8 weight depends on all of its new values. So a parameter's step has three passes over memory:
-words to float32, the step of a float32 parameter by the compiled function of any other (`CSteps`), and new words by
-the new scale. One float32 tensor, up to twice as large as the largest parameter, serves them all, one after the
+A parameter's step has three passes over memory: words to float32, the step of a float32 parameter by the compiled
+function of any other (`CSteps`), and new words, by the scale that the codes before ask for. One float32 tensor, up to twice as large as the largest parameter, serves them all, one after the
 other.
 
 The words are those of the eager step, bit for bit, where the float32 weights are. Where every step is measured, the
@@ -20,12 +19,13 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from narrowgauge.kernels import _c_float8
+from narrowgauge.kernels._codec import weight_purpose
 from narrowgauge.optim._c_backend import CSteps, kernel_of
-from narrowgauge.optim._plan import ParamPlan, ParamStep, State
+from narrowgauge.optim._plan import ParamPlan, ParamStep, State, moments_of
 from narrowgauge.optim._sharding import Rows
 from narrowgauge.optim._verdict import GradientReport, Verdict
 from narrowgauge.storage import Float8Weight, weight_storage
-from narrowgauge.storage._float8_weight import kept_scale
+from narrowgauge.storage._float8_weight import next_scale
 
 _RELEASED = torch.empty(0)  # keeps no gradient alive between steps
 
@@ -107,10 +107,11 @@ class Float8CSteps:
         return []
 
     def _write(self, step: ParamStep, weight: Float8Weight, low: Tensor, wide: Tensor) -> None:
-        scale = kept_scale(torch.tensor(_c_float8.largest(wide)), weight.scale)
+        scale = next_scale(torch.tensor(_c_float8.largest(weight.codes), dtype=torch.int32), weight.scale)
         _c_float8.write(
             wide, float(scale), weight.codes, low,
             seed=step.group["seed"], stream=step.plan.index, step=int(step.state["step"]),
+            purpose=weight_purpose(moments_of(step.plan.slots)),
         )  # fmt: skip
         weight.scale.copy_(scale)
         if not weight.is_inference():

@@ -23,11 +23,12 @@ from narrowgauge.kernels._step._launch import Cut, TritonKernels, cut_for_sums
 from narrowgauge.kernels._step._layout import AT, WIDTH, Layout
 from narrowgauge.optim._changes import OfGroup, TensorSnapshot
 from narrowgauge.optim._launch_tables import LaunchTables, ListLaunch
-from narrowgauge.optim._plan import PLAIN, ParamPlan, ParamStep, SlotPlan, State, moments_of
+from narrowgauge.optim._plan import PLAIN, ParamPlan, ParamStep, SlotPlan, State, memory_of, moments_of
 from narrowgauge.optim._sharding import Rows, origin_of, to_device, whole_of
 from narrowgauge.optim._tracing import FACTOR, Hyperparameters, Static, equation, scalar_graph
 from narrowgauge.optim._verdict import GradientReport, Verdict
 from narrowgauge.rules import Rule
+from narrowgauge.storage import Float8Weight
 
 FactorMode: TypeAlias = Literal["", "given", "norm"]
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -61,7 +62,9 @@ def unsupported(plan: ParamPlan, param: Tensor) -> str | None:
     weight = plan.weight.codec(plan.dtype)
     if weight is None or weight.triton is None:
         return "the weight's storage has no kernel"
-    if type(param) not in PLAIN:
+    if plan.weight.float8 and plan.has_terms:
+        return f"{plan.rule.name} sums over a Float8Weight"
+    if type(param) not in PLAIN and not isinstance(param, Float8Weight):
         return f"a {type(param).__name__}"
     return None if param.is_contiguous() else "not contiguous"
 
@@ -149,7 +152,9 @@ class TritonSteps:
         every = [launch for tables in self._tables for launch in tables.launches]
         self._names = [[steps[position].plan.name for position in launch.members] for launch in every]
         self._moving = [step.param for step in self.steps if not step.param.is_inference()]
-        self._params = [step.param for step in steps]
+        self._codes = [step for step in self.steps if isinstance(step.param, Float8Weight)]
+        scales = [step.param.scale for step in steps if isinstance(step.param, Float8Weight)]
+        self._params = [*(memory_of(step.param) for step in steps), *scales]
         self._snapshot = TensorSnapshot(self._params, [s.grad for s in steps], [s.state for s in steps])
 
     def refresh(self, grads: Sequence[Tensor], states: Sequence[State]) -> bool:
@@ -185,6 +190,8 @@ class TritonSteps:
         self, verdict: Verdict | None, summed: bool = False, indices: Sequence[int] | None = None
     ) -> list[tuple[list[str], Tensor]]:
         found: list[Tensor | None] = []
+        for step in self._codes:
+            step.param.hand_over(step.state[step.plan.weight_key or ""])  # type: ignore[attr-defined]
         for tables in self._now:
             found += tables.launch(verdict.on_device(tables.device) if verdict is not None else None, summed)
         # Autograd cannot see what kernels write.
@@ -207,7 +214,7 @@ def launch_key(
     block = next((slot.block_size for slot in plan.slots if _in_blocks(slot)), 512)
     layout = Layout(
         weight,
-        KINDS[plan.dtype],
+        "uint8" if plan.weight.float8 else KINDS[plan.dtype],
         KINDS[step.grad.dtype],
         moments_of(plan.slots),
         block,
@@ -271,7 +278,7 @@ def _row(layout: Layout, step: ParamStep, group: int) -> list[int]:
     plan, state = step.plan, step.state
     row = [0] * WIDTH
     given = {
-        "p": step.param.data_ptr(),
+        "p": memory_of(step.param).data_ptr(),
         "grad": step.grad.data_ptr(),
         "low": state[plan.weight_key].data_ptr() if plan.weight_key is not None else 0,
         "numel": step.param.numel(),
@@ -282,6 +289,7 @@ def _row(layout: Layout, step: ParamStep, group: int) -> list[int]:
         "hyper": group,
         "elements": whole_of(step.param, plan.shard),
         "origin": origin_of(plan.shard),
+        "scale": step.param.scale.data_ptr() if isinstance(step.param, Float8Weight) else 0,
     }
     for name, value in given.items():
         row[AT[name]] = value

@@ -2,19 +2,16 @@
 
 Both are two bytes a parameter, in place of bfloat16's two and a low word. The rule sees twelve significant bits. An
 update is rounded to them stochastically: to nearest, weights would stand still at small learning rates, as weights
-of bfloat16 do. Code, low word and scale are described in `_float8_weight`.
-
-The scale is known only after the whole tensor has been updated. So a step computes all new weights in float32,
-takes the largest magnitude, keeps or chooses the scale, and then makes the words.
+of bfloat16 do. Eight random bits decide, as for `split4`. Code, low word and scale are described in `_float8_weight`.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, bitwise_right_shift
+from torch import Tensor, bitwise_left_shift
 
-from narrowgauge.kernels._codec import Codec
-from narrowgauge.storage._float8_weight import Float8Weight, from_words, kept_scale, largest_of, to_words
+from narrowgauge.kernels._codec import Codec, Word
+from narrowgauge.storage._float8_weight import Float8Weight, from_words, largest_code, next_scale, to_words
 from narrowgauge.storage._weights import Noise, WeightStorage, Written, add_storage
 
 
@@ -26,9 +23,10 @@ class Float8Split8(WeightStorage):
     key = "low"
     rounded = False
     float8 = True
+    random_bits = 8
 
     def codec(self, dtype: torch.dtype) -> Codec | None:
-        return None
+        return Codec(self.name, (Word("low", "int8"),), c=None, needs_random=True, pairs=True, scaled=True)
 
     def low_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.int8
@@ -49,9 +47,8 @@ class Float8Split8(WeightStorage):
 
     def add(self, p: Tensor, low: Tensor | None, weight: Tensor, delta: Tensor, noise: Noise) -> Written:
         assert isinstance(p, Float8Weight)
-        updated = weight + delta
-        scale = kept_scale(largest_of(updated), p.scale)
-        codes, low = to_words(updated, scale, bitwise_right_shift(noise(), 20).to(torch.int32))
+        scale = next_scale(largest_code(p.codes), p.scale)
+        codes, low = to_words(weight + delta, scale, bitwise_left_shift(noise().to(torch.int32), 4) + 8)
         return Float8Weight(codes, scale), low
 
 

@@ -13,11 +13,12 @@ fraction, which has twelve significant bits:
 Rounding a pattern to its upper bits (halves away from zero) gives the code, and what is left over is the low word.
 Code 0 takes no negative low word, NaN takes none at all.
 
-**The scale** is the value of the code 1. It is chosen so that the largest magnitude lies in [112, 224) codes, a
-factor of two below the largest code, 448. It stays until an update leaves [56, 448]; then it is chosen anew, and
-code and low word are made from the float32 weight. So weights that shrink keep their digits, and nothing saturates.
-The smallest scale is 2^-32: a tensor of zeros has it, and leaves it with its first update. The largest is 2^119,
-above which 448 codes would not be a float32.
+**The scale** is the value of the code 1. A write from outside chooses it so that the largest magnitude lies in [112,
+224) codes, a factor of two below the largest code, 448. A step looks at the largest code that is there before it:
+beyond [56, 224] its new words have another scale, by which that code would be in (112, 224]. So a step needs to know
+none of its new weights, weights that shrink keep their digits, and what grows has a factor of two. A step that takes
+a weight beyond it ends at 448 codes, and the next one has twice the scale. Scales are from 2^-32 to 2^119, above
+which 448 codes would not be a float32. A tensor of zeros has 2^-8, whatever happens, until a code is not zero.
 
 **Writes from outside** (`copy_`, a clamp, a loaded checkpoint) choose the scale anew and round to the nearest
 weight of twelve significant bits. What the code does not hold is kept in `low` until the optimizer takes it over at
@@ -40,7 +41,7 @@ from torch.utils._pytree import tree_map
 
 from narrowgauge._torch_private import unsubclassed, written_arguments
 
-SMALLEST_SCALE, LARGEST_SCALE = 2.0**-32, 2.0**119
+SMALLEST_SCALE, LARGEST_SCALE, SCALE_OF_ZEROS = 2.0**-32, 2.0**119, 2.0**-8
 LARGEST_CODE = 448.0
 _NAN, _SIGN = 0x7F, 0x80
 _SPARE = 12  # bits of a float32's fraction beyond those of a weight
@@ -62,14 +63,32 @@ def scale_for(largest: Tensor) -> Tensor:
     """
     share, exponent = torch.frexp(largest)  # the magnitude is share 2^exponent, share in [1/2, 1)
     exponent = exponent - 7 - (share < 0.875).to(torch.int32)
-    exponent = torch.where(largest > 0, exponent, -32).clamp(-32, 119)
-    return bitwise_left_shift(exponent + 127, 23).to(torch.int32).view(torch.float32)
+    return _power(torch.where(largest > 0, exponent, -8))
 
 
-def kept_scale(largest: Tensor, scale: Tensor) -> Tensor:
-    """The present scale, or the one for a magnitude that lies outside [56, 448] codes of it."""
-    fits = (largest <= LARGEST_CODE * scale) & (largest >= 56 * scale)
-    return torch.where(fits, scale, scale_for(largest))
+def largest_code(codes: Tensor) -> Tensor:
+    """The largest code that is a number, without sign, int32, 0-d; 0 for no elements."""
+    bare = codes.contiguous().view(torch.uint8) & _NAN
+    bare = torch.where(bare == _NAN, 0, bare)
+    return (bare.amax() if bare.numel() else bare.new_zeros(())).to(torch.int32)
+
+
+def next_scale(largest: Tensor, scale: Tensor) -> Tensor:
+    """The scale of the words that a step writes.
+
+    Args:
+        largest: of the codes before it, as `largest_code` gives it.
+        scale: of these codes, float32, 0-d.
+    """
+    # Codes count 8 a power of two: 102 is 56, 118 is 224, 126 is 448. Below 8 they are subnormal, and move further.
+    octaves = -bitwise_right_shift(118 - largest, 3)
+    stays = (largest == 0) | ((largest >= 102) & (largest <= 118))
+    return _power(bitwise_right_shift(scale.view(torch.int32), 23) - 127 + torch.where(stays, 0, octaves))
+
+
+def _power(exponent: Tensor) -> Tensor:
+    """A power of two, within the bounds of scales."""
+    return bitwise_left_shift(exponent.clamp(-32, 119) + 127, 23).to(torch.int32).view(torch.float32)
 
 
 def largest_of(x: Tensor) -> Tensor:
@@ -88,7 +107,7 @@ def to_words(weight: Tensor, scale: Tensor, random: Tensor | int = NEAREST) -> t
             `NEAREST`.
 
     Returns:
-        (codes, low): float8_e4m3fn and int8, of weight's shape. Infinity and NaN are NaN.
+        (codes, low): float8_e4m3fn and int8, of weight's shape. Infinity and NaN are NaN, without a sign.
     """
     finite = torch.isfinite(weight)
     scaled = torch.where(finite, weight, 0.0) * scale.reciprocal()
@@ -100,7 +119,7 @@ def to_words(weight: Tensor, scale: Tensor, random: Tensor | int = NEAREST) -> t
     pattern = bitwise_right_shift(pattern + random, _SPARE).to(torch.int32)
     code = bitwise_right_shift(pattern + 0x80, 8)
     low = pattern - bitwise_left_shift(code, 8)
-    code = torch.where(finite, code, _NAN) | torch.where(torch.signbit(weight), _SIGN, 0)
+    code = torch.where(finite, code | torch.where(torch.signbit(weight), _SIGN, 0), _NAN)
     return code.to(torch.uint8).view(torch.float8_e4m3fn), torch.where(finite, low, 0).to(torch.int8)
 
 

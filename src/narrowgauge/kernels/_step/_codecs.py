@@ -23,6 +23,11 @@ functions, and fast ones for bf16 parameters; without a low word, `low` is the p
     fast_X_add(p, low, weight, delta[, random bits])
         -> (p, low, how far all moved, how far p moved, finite if nothing is unusual)
 
+A weight with a scale of the whole tensor (`scaled`) is `uint8`, and has fast functions too. After the words, old or
+new, its functions are given the scale of those that are there and the inverse of that of the new ones.
+
+    X_moved(p, low, scale, inverse, new p, new low, weight, KIND) -> how far all that is stored moved, and p
+
 4-bit low words come and go as codes, one an element; fast functions have them as they are in memory.
 """
 
@@ -59,7 +64,7 @@ def has(codec: Codec, name: str) -> bool:
 def decode(layout: Layout, tests: SlowPathTests | None) -> list[str]:
     """Weight, gradient and moments in float32, called `NAME_in`; without tests by the exact functions."""
     weight = layout.weight
-    fast = tests is not None and layout.kind == "bf16" and has(weight, "fast_X_read")
+    fast = tests is not None and layout.kind in ("bf16", "uint8") and has(weight, "fast_X_read")
     words = _weight_words(layout, fast)
     if tests is not None and fast:
         made = [f"weight_in = fast_{weight.name}_read({words})"]
@@ -125,7 +130,7 @@ def encode(layout: Layout, moment: Moment, value: str, lost: bool, tests: SlowPa
 def write(layout: Layout, tests: SlowPathTests | None) -> list[str]:
     """The weight's words after the update `delta`; with gauges how far it moved, as `stored` and `visible`."""
     weight, kind = layout.weight, repr(layout.kind)
-    fast = tests is not None and layout.kind == "bf16" and has(weight, "fast_X_add")
+    fast = tests is not None and layout.kind in ("bf16", "uint8") and has(weight, "fast_X_add")
     words = _weight_words(layout, fast)
     made, given = [], f"{words}, weight_in, delta"
     if weight.needs_random:
@@ -142,7 +147,9 @@ def write(layout: Layout, tests: SlowPathTests | None) -> list[str]:
         tests.numbers.append("written")
         return [*made, f"p_new, low_new, stored, visible, written = fast_{weight.name}_add({given})"]
     made.append(f"p_new, low_new = {weight.name}_add({given}, {kind})")
-    if layout.gauges:
+    if layout.gauges and weight.scaled:
+        made.append(f"stored, visible = {weight.name}_moved({words}, p_new, low_new, weight_in, {kind})")
+    elif layout.gauges:
         moved = f"{weight.name}_read(p_new, low_new, {kind}) - weight_in"
         if has(weight, "X_moved"):
             moved = f"{weight.name}_moved({words}, p_new, low_new, {kind})"
@@ -156,7 +163,8 @@ def _weight_words(layout: Layout, fast: bool) -> str:
     """The weight's words as its functions take them."""
     low = "low" if layout.weight.words else "p"
     packed = any(word.packed for word in layout.weight.words)
-    return f"p, {f'codes_of({low}, 4)' if packed and not fast else low}"
+    scales = ", scale, inverse" if layout.weight.scaled else ""
+    return f"p, {f'codes_of({low}, 4)' if packed and not fast else low}{scales}"
 
 
 def _bits(codec: Codec) -> int:

@@ -16,7 +16,7 @@ import triton.language as tl
 from narrowgauge.kernels import _launches
 from narrowgauge.kernels._codec import text_of
 from narrowgauge.kernels._launches import CachedKernel, module_of
-from narrowgauge.kernels._step import _codebooks, _floats, _log_states, _packing, _stats, _weights
+from narrowgauge.kernels._step import _codebooks, _float8_weights, _floats, _log_states, _packing, _stats, _weights
 
 _CALLED = ("_decode", "_encode", "_unusual", "_read", "_add", "_moved")  # ends of codecs' functions; see `_codecs`
 
@@ -46,7 +46,7 @@ def functions(texts: tuple[str | Path | None, ...] = ()) -> Mapping[str, Any]:
         NotImplementedError: if a codec's function has the name of one of this package, or of another codec.
     """
     space: dict[str, Any] = {"triton": triton, "tl": tl, "load": load, "store": store}
-    for module in (_floats, _packing, _weights, _log_states, _codebooks, _stats):
+    for module in (_floats, _packing, _weights, _float8_weights, _log_states, _codebooks, _stats):
         space |= {key: value for key, value in vars(module).items() if not key.startswith("__")}
     for text in dict.fromkeys(texts):
         for name, value in (_own(text_of(text)) if text else {}).items():

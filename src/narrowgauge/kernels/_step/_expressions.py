@@ -107,6 +107,7 @@ def numbers_source(
     met: Sequence[Node],
     factor: str | None = None,
     summed: bool = False,
+    scaled: bool = False,
 ) -> str:
     """The kernel `numbers`: counts a step, and works out the numbers that elements meet.
 
@@ -118,6 +119,8 @@ def numbers_source(
         terms: names of the sums.
         met: what to work out.
         summed: whether `partials` are sums of whole tensors already, float64 (tensors, terms).
+        scaled: whether weights have scales. The next one, by the largest code before the step, is written down;
+            behind the numbers are the old one and the inverse of the new one.
     """
     known = {Node("number", (name,), True): f"h{i}" for i, name in enumerate(hyper)}
     known[Node("number", ("step",), True)] = "step"
@@ -129,17 +132,15 @@ def numbers_source(
         inner[Node("number", (factor,), True)] = "tl.load(verdict).to(tl.float64)"
     second, names = lines(met, inner, "t", double=True)
     read = [f"h{i} = tl.load(hyper + tl.load(row + {AT['hyper']}) * {len(hyper)} + {i})" for i in range(len(hyper))]
-    written = [
-        f"tl.store(uniforms + {len(met)} * tensor + {i}, ({names[node]}).to(tl.float32))"
-        for i, node in enumerate(met)
-    ]
+    stored = [f"({names[node]}).to(tl.float32)" for node in met] + ["scale", "inverse_of(new_scale)"] * scaled
+    written = [f"tl.store(uniforms + {len(stored)} * tensor + {i}, {value})" for i, value in enumerate(stored)]
     sums = _added_up(terms)
     if summed:
         sums = [f"sum{i} = tl.load(partials + {len(terms)} * tensor + {i})" for i in range(len(terms))]
     return f"""
 @triton.jit
 def numbers(
-    table, hyper, uniforms, steps, flags, partials, {"verdict, " if factor else ""}
+    table, hyper, uniforms, steps, flags, partials, {"largest, " if scaled else ""}{"verdict, " if factor else ""}
     ADVANCE: tl.constexpr, SKIP: tl.constexpr, PEEK: tl.constexpr
 ):
     tensor = tl.program_id(0)
@@ -155,7 +156,7 @@ def numbers(
         count = count + 1.0
     step = count.to(tl.float64)
     elements = tl.load(row + {AT["elements"]}).to(tl.float64)
-{indented([*sums, *read, *first, *second, *written], 4)}
+{indented([*sums, *read, *first, *second, *(_scales() if scaled else []), *written], 4)}
 """
 
 
@@ -169,6 +170,17 @@ def totals(table, partials, totals):
     row = table + tensor * {WIDTH}
 {indented([*_added_up(terms), *stored], 4)}
 """
+
+
+def _scales() -> list[str]:
+    """Sets `scale` and `new_scale`, which is kept if the tensor takes the step."""
+    return [
+        f"scale_at = tl.load(row + {AT['scale']}).to(tl.pointer_type(tl.float32))",
+        "scale = tl.load(scale_at)",
+        "new_scale = next_scale(tl.load(largest + tensor), scale)",
+        "tl.store(largest + tensor, 0)",
+        "tl.store(scale_at, new_scale, mask=taken > 0)",
+    ]
 
 
 def _flagged() -> list[str]:

@@ -19,9 +19,9 @@ from narrowgauge.kernels._codec import BYTES, CodebookTable, Codec, Moment, Word
 
 COLUMNS = (
     "p", "grad", "low", "first", "pass_first", "passes", "numel", "seed", "stream", "count", "skipped", "hyper",
-    "elements", "origin",
+    "elements", "origin", "scale",
 )  # fmt: skip
-WIDTH = 20
+WIDTH = 21
 AT = {name: number for number, name in enumerate(COLUMNS)}
 # Triton's names of what kernels load: narrow floats as their bits.
 _LOADED = {"bf16": "int16", "fp16": "int16", "fp32": "float32"}
@@ -32,7 +32,7 @@ class Layout:
     """All that a step kernel's code depends on but the equation."""
 
     weight: Codec
-    kind: str  # what the parameter holds: "bf16", "fp16" or "fp32"
+    kind: str  # what the parameter holds: "bf16", "fp16" or "fp32"; "uint8" where it is codes
     grad: str  # and its gradient
     moments: tuple[Moment, ...]  # in the order of the rule
     block: int  # elements, a power of two of at least 64

@@ -34,7 +34,11 @@ def effects_used(layout: Layout, equation: Equation) -> dict[str, Node]:
 
 
 def step_source(layout: Layout, equation: Equation, met: Sequence[Node]) -> str:
-    """The kernel `step` of an equation; `met` are the numbers that a tensor's row of numbers holds, in order."""
+    """The kernel `step` of an equation.
+
+    `met` are the numbers that a tensor's row of numbers holds, in order. Behind them are, of a weight that has a
+    scale, the scale and the inverse of that of its new words.
+    """
     known = _inputs(layout) | {node: f"u{i}" for i, node in enumerate(met)}
     effects, ratio = effects_used(layout, equation), equation.ratio if layout.gauges else None
     stats = Stats(layout, ratio is not None, has(layout.weight, "X_moved"))
@@ -43,9 +47,10 @@ def step_source(layout: Layout, equation: Equation, met: Sequence[Node]) -> str:
     update, names = lines(roots, known, "x")
     update.append(f"delta = {names[equation.delta]}")
     measured, names_too = lines(factors, names, "y")
+    scales = [f"scale, inverse = u{len(met)}, u{len(met) + 1}"] if layout.weight.scaled else []
 
     def unit(tests: SlowPathTests | None) -> list[str]:
-        body = [*decode(layout, tests), *update]
+        body = [*scales, *decode(layout, tests), *update]
         for moment in in_order(layout.moments):
             body += encode(layout, moment, names[equation.moments[moment.name]], moment.name in effects, tests)
         body += [f"delta = tl.fma({names[effect]}, {name}_lost, delta)" for name, effect in effects.items()]
@@ -54,7 +59,7 @@ def step_source(layout: Layout, equation: Equation, met: Sequence[Node]) -> str:
 
     tests = SlowPathTests()
     fast = unit(tests)
-    return _step_kernels(layout, len(met), fast, tests.test(), unit(None), stats)
+    return _step_kernels(layout, len(met) + 2 * len(scales), fast, tests.test(), unit(None), stats)
 
 
 def sums_source(layout: Layout, terms: Mapping[str, Node], met: Sequence[Node]) -> str:
@@ -81,6 +86,20 @@ def finite_source(layout: Layout) -> str:
     """The kernel `finite`: flags tensors whose gradient has an infinity or NaN."""
     end = ["if largest(peak) >= INFINITY:", "    tl.store(flags + tensor, 1)"]
     return _gradient_pass("finite", layout, {}, [], end)
+
+
+def largest_source(layout: Layout) -> str:
+    """The kernel `largest_codes`: each tensor's largest code, without sign; in the place of `flags`."""
+    bodies = [
+        [
+            *loads(layout, [kept for kept in kept_words(layout, packed) if kept.name == "p"]),
+            "peak = tl.maximum(peak, sizes_of(p))",
+        ]
+        for packed in (True, False)
+    ]
+    zeros = f"tl.zeros([{layout.rows}, {layout.block}], tl.int32)"
+    end = ["tl.atomic_max(flags + tensor, largest(peak))"]
+    return _pass_kernel("largest_codes", layout, 0, {"peak": zeros}, bodies, end)
 
 
 def look_source(layout: Layout, squares: bool) -> str:

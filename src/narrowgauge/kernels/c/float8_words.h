@@ -1,5 +1,5 @@
 /* A float8 weight: e4m3 codes and int8 low words to float32 and back; see storage/_float8_weight.py. A pattern is a
- * code without its sign and eight more bits. `random` has 32 random bits an element, of which the upper 12 count. */
+ * code without its sign and eight more bits. `random` has 16 random bits an element, of which the lower 8 count. */
 
 #define NAN_CODE 0x7F
 #define SMALLEST_NORMAL 0x1p-6f
@@ -17,15 +17,15 @@ INLINE void read_words(const int n, const u8 *restrict codes, const int8_t *rest
     }
 }
 
-INLINE void write_words(const int n, const float *restrict weight, const float inverse, const u32 *restrict random,
+INLINE void write_words(const int n, const float *restrict weight, const float inverse, const u16 *restrict random,
                         u8 *restrict codes, int8_t *restrict low) {
     for (int i = 0; i < n; i++) {
         const i32 finite = is_finite(weight[i]);
         const float scaled = fabsf((finite ? weight[i] : 0.0f) * inverse), magnitude = scaled > 448.0f ? 448.0f : scaled;
         const i32 subnormal = magnitude < SMALLEST_NORMAL;
         const i32 long_pattern = pattern(subnormal ? magnitude + SMALLEST_NORMAL : magnitude) - REBIAS - (subnormal << 23);
-        const i32 both = (long_pattern + (i32)(random[i] >> 20)) >> 12, code = (both + 0x80) >> 8;
-        codes[i] = (u8)((finite ? code : NAN_CODE) | (i32)((u32)pattern(weight[i]) >> 24 & 0x80));
+        const i32 both = (long_pattern + ((random[i] & 0xFF) << 4) + 8) >> 12, code = (both + 0x80) >> 8;
+        codes[i] = (u8)(finite ? code | (i32)((u32)pattern(weight[i]) >> 24 & 0x80) : NAN_CODE);
         low[i] = (int8_t)(finite ? both - (code << 8) : 0);
     }
 }
@@ -37,29 +37,29 @@ void read_float8(const long n, const u8 *codes, const int8_t *low, const float s
         else read_words((int)(n - o), codes + o, low + o, scale, weight + o);
 }
 
-/* The largest finite magnitude. */
-float largest_float32(const long n, const float *weight, int threads) {
+/* The largest code that is a number, without sign. */
+int largest_code(const long n, const u8 *codes, int threads) {
     i32 largest = 0;
 #pragma omp parallel for num_threads(threads) schedule(static) reduction(max : largest) if (threads > 1)
     for (long o = 0; o < n; o += BLOCK) {
         const int count = n - o < BLOCK ? (int)(n - o) : BLOCK;
-        i32 most = 0;
+        u8 most = 0;
         for (int i = 0; i < count; i++) {
-            const i32 size = pattern(weight[o + i]) & 0x7FFFFFFF;
-            most = larger(most, size < INFINITY_PATTERN ? size : 0);
+            const u8 bare = codes[o + i] & NAN_CODE, size = bare == NAN_CODE ? 0 : bare;
+            most = size > most ? size : most;
         }
         largest = larger(largest, most);
     }
-    return number(largest);
+    return largest;
 }
 
 /* `key` as in random.h, of numbers that begin at element 0. */
-void write_float8(const long n, const float *weight, const float inverse, const u32 *key, u8 *codes, int8_t *low,
-                  int threads) {
+void write_float8(const long n, const float *weight, const float inverse, const u32 *key, const u32 purpose,
+                  u8 *codes, int8_t *low, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (long o = 0; o < n; o += BLOCK) {
-        u32 random[BLOCK];
-        random_words(random, o / BLOCK, key);
+        u16 random[BLOCK];
+        random_halves(random, o / BLOCK, key, purpose);
         if (n - o >= BLOCK) write_words(BLOCK, weight + o, inverse, random, codes + o, low + o);
         else write_words((int)(n - o), weight + o, inverse, random, codes + o, low + o);
     }
