@@ -31,7 +31,7 @@ _TYPES = {
     "table": "*i64", "programs": "*i32", "uniforms": "*fp32", "steps": "*i32", "flags": "*i32", "partials": "*fp64",
     "hyper": "*fp64", "values0": "*fp32", "values1": "*fp32", "cells0": "*i32", "cells1": "*i32",
     "gauges": "*fp32", "sums": "*fp32", "ends": "*i32", "slices": "*fp64", "stats": "*fp64",
-    "verdict": "*fp32", "squares": "*fp64", "totals": "*fp64", "largest": "*i32",
+    "verdict": "*fp32", "squares": "*fp64", "totals": "*fp64",
 }  # fmt: skip
 # Weights, states, dtype, optimizer, options: every codec, every rule, sums, blocks of other sizes.
 EVERY: list[tuple[str, str, torch.dtype, str, dict[str, Any]]] = [
@@ -82,7 +82,7 @@ def compiled(kernel: Any, layout: Any, constants: dict[str, Any], target: GPUTar
 def compile_every(step: Any, target: GPUTarget = TARGET) -> None:
     """All kernels of a step as they are launched: what the interpreter lets pass the compiler may refuse."""
     shared = ("totals", "numbers_summed") if step.terms else ()
-    for name in ("step", "numbers", "sums", "numbers_before", "finite", "pass_before", "largest_codes", *shared):
+    for name in ("step", "numbers", "sums", "numbers_before", "finite", "pass_before", *shared):
         for advance in (True, False) if name.startswith("numbers") and hasattr(step, name) else (True,):
             if hasattr(step, name):
                 constants = {"ADVANCE": advance, "SKIP": advance and step.skip, "PEEK": not advance}

@@ -12,7 +12,7 @@ PLAIN_STORAGES = tuple(name for name in weight_storages() if not weight_storage(
 
 
 def kept_as(x: Tensor, weights: str) -> Tensor:
-    """A tensor as a weight storage takes it. Of a `Float8Weight` the codes alone, so that it begins with them."""
+    """A tensor as a weight storage takes it. A `Float8Weight` begins with its codes, and low words of zero."""
     if not weight_storage(weights).float8 or x.dtype != torch.bfloat16:
         return x
     codes = Float8Weight.of(x)

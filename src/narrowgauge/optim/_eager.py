@@ -558,8 +558,6 @@ class EagerSteps:
     ) -> UpdateStats | None:
         """Take one parameter's step, unless it is refused; what was measured, if anything."""
         plan, p, state = step.plan, step.param, step.state
-        if isinstance(p, Float8Weight) and plan.weight_key is not None:
-            p.hand_over(state[plan.weight_key])
         if keep is False:
             return UpdateStats.none(p.device) if self._measured else None
         number, taken = next_number(step), with_gradient(step, verdict)

@@ -32,8 +32,8 @@ _RELEASED = torch.empty(0)  # keeps no gradient alive between steps
 
 def unsupported(plan: ParamPlan, param: Tensor, group: Mapping[str, Any]) -> str | None:
     """Why a float8 weight is not stepped so, whatever its gradient and state; None if it is."""
-    if not isinstance(param, Float8Weight) or not param.is_contiguous():
-        return f"a {type(param).__name__} that is not contiguous"
+    if not isinstance(param, Float8Weight) or not (param.is_whole and param.is_contiguous()):
+        return f"a {type(param).__name__} that is not whole and contiguous"
     if plan.has_terms:
         return f"{plan.rule.name} sums over a Float8Weight"
     kernel = kernel_of(_wide(plan), group, param.dtype, False)
@@ -45,13 +45,10 @@ def _wide(plan: ParamPlan) -> ParamPlan:
     return replace(plan, weight=weight_storage("plain"), kind=(torch.float32, plan.kind[1], False))
 
 
-def _has_words(step: ParamStep, state: State) -> bool:
+def _has_words(step: ParamStep) -> bool:
     """Whether codes and low words are as C expects them."""
-    p, low = step.param, state.get(step.plan.weight_key or "")
-    if not isinstance(p, Float8Weight) or low is None:
-        return False
-    both = p.is_cpu and low.is_cpu and p.is_contiguous() and low.is_contiguous()
-    return both and low.dtype == torch.int8 and low.shape == p.shape
+    p = step.param
+    return isinstance(p, Float8Weight) and p.is_cpu and p.is_whole and p.is_contiguous()
 
 
 class Float8CSteps:
@@ -62,7 +59,7 @@ class Float8CSteps:
 
     def __init__(self, steps: Sequence[ParamStep], scaled: bool, wides: dict[int, Tensor]) -> None:
         usable = _c_float8.unavailable() is None
-        mine = [step for step in steps if usable and not step.plan.has_terms and _has_words(step, step.state)]
+        mine = [step for step in steps if usable and not step.plan.has_terms and _has_words(step)]
         most = max((step.param.numel() for step in mine), default=0)
         size = 1 << max(most - 1, 0).bit_length()  # few sizes, for lists of one parameter
         if size not in wides:
@@ -81,8 +78,7 @@ class Float8CSteps:
     def refresh(self, grads: Sequence[Tensor], states: Sequence[State]) -> bool:
         for (_, inner), grad, state in zip(self._members.values(), grads, states, strict=True):
             inner.grad, inner.state = grad, state
-        words = all(_has_words(step, state) for step, state in zip(self.steps, states, strict=True))
-        return words and self._inner.refresh(grads, states)
+        return all(map(_has_words, self.steps)) and self._inner.refresh(grads, states)
 
     def inspect(self, verdict: Verdict) -> list[GradientReport]:
         return self._inner.inspect(verdict)
@@ -95,24 +91,24 @@ class Float8CSteps:
     ) -> list[tuple[list[str], Tensor]]:
         for index in self._members if indices is None else indices:
             step, inner = self._members[index]
-            weight, low = step.param, step.state[step.plan.weight_key or ""]
+            weight = step.param
             assert isinstance(weight, Float8Weight)
-            weight.hand_over(low)
-            _c_float8.read(weight.codes, low, float(weight.scale), inner.param)
+            _c_float8.read(weight.codes, weight.low, float(weight.scale), inner.param)
             before = float(step.state["step"])
             self._inner.run(verdict, False, [index])
             inner.grad = _RELEASED
             if float(step.state["step"]) != before:  # else the step was skipped
-                self._write(step, weight, low, inner.param)
+                self._write(step, weight, inner.param)
         return []
 
-    def _write(self, step: ParamStep, weight: Float8Weight, low: Tensor, wide: Tensor) -> None:
-        scale = next_scale(torch.tensor(_c_float8.largest(weight.codes), dtype=torch.int32), weight.scale)
-        _c_float8.write(
-            wide, float(scale), weight.codes, low,
+    def _write(self, step: ParamStep, weight: Float8Weight, wide: Tensor) -> None:
+        scale = next_scale(weight.largest.to(torch.int32), weight.scale)
+        largest = _c_float8.write(
+            wide, float(scale), weight.codes, weight.low,
             seed=step.group["seed"], stream=step.plan.index, step=int(step.state["step"]),
             purpose=weight_purpose(moments_of(step.plan.slots)),
         )  # fmt: skip
         weight.scale.copy_(scale)
+        weight.largest.fill_(largest)
         if not weight.is_inference():
             increment_version([weight])

@@ -221,16 +221,14 @@ class ParamStep:
     state: State
 
     def tensors(self) -> list[Tensor]:
-        """Parameter (its codes), gradient, low word and moments, in the order in which kernels name them."""
+        """Parameter, gradient, low word and moments, in the order in which kernels name them."""
         plan, state = self.plan, self.state
         low = [state[plan.weight_key]] if plan.weight_key is not None else []
+        p = self.param
+        if isinstance(p, Float8Weight):
+            p, low = p.codes, [p.low]
         words = [slot.keyed(dict.fromkeys(w.name for w in slot.codec.words)) for slot in plan.slots if slot.codec]
-        return [memory_of(self.param), self.grad, *low, *(state[key] for keys in words for key in keys)]
-
-
-def memory_of(p: Tensor) -> Tensor:
-    """The tensor in whose memory a parameter is: the codes of a `Float8Weight`."""
-    return p.codes if isinstance(p, Float8Weight) else p
+        return [p, self.grad, *low, *(state[key] for keys in words for key in keys)]
 
 
 def kind_of(p: Tensor) -> Kind:

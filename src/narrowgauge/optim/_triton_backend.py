@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -23,7 +24,7 @@ from narrowgauge.kernels._step._launch import Cut, TritonKernels, cut_for_sums
 from narrowgauge.kernels._step._layout import AT, WIDTH, Layout
 from narrowgauge.optim._changes import OfGroup, TensorSnapshot
 from narrowgauge.optim._launch_tables import LaunchTables, ListLaunch
-from narrowgauge.optim._plan import PLAIN, ParamPlan, ParamStep, SlotPlan, State, memory_of, moments_of
+from narrowgauge.optim._plan import PLAIN, ParamPlan, ParamStep, SlotPlan, State, moments_of
 from narrowgauge.optim._sharding import Rows, origin_of, to_device, whole_of
 from narrowgauge.optim._tracing import FACTOR, Hyperparameters, Static, equation, scalar_graph
 from narrowgauge.optim._verdict import GradientReport, Verdict
@@ -64,7 +65,9 @@ def unsupported(plan: ParamPlan, param: Tensor) -> str | None:
         return "the weight's storage has no kernel"
     if plan.weight.float8 and plan.has_terms:
         return f"{plan.rule.name} sums over a Float8Weight"
-    if type(param) not in PLAIN and not isinstance(param, Float8Weight):
+    if isinstance(param, Float8Weight):
+        return None if param.is_whole and param.is_contiguous() else "not whole and contiguous"
+    if type(param) not in PLAIN:
         return f"a {type(param).__name__}"
     return None if param.is_contiguous() else "not contiguous"
 
@@ -152,9 +155,7 @@ class TritonSteps:
         every = [launch for tables in self._tables for launch in tables.launches]
         self._names = [[steps[position].plan.name for position in launch.members] for launch in every]
         self._moving = [step.param for step in self.steps if not step.param.is_inference()]
-        self._codes = [step for step in self.steps if isinstance(step.param, Float8Weight)]
-        scales = [step.param.scale for step in steps if isinstance(step.param, Float8Weight)]
-        self._params = [*(memory_of(step.param) for step in steps), *scales]
+        self._params = list(chain.from_iterable(_memory(step.param) for step in steps))
         self._snapshot = TensorSnapshot(self._params, [s.grad for s in steps], [s.state for s in steps])
 
     def refresh(self, grads: Sequence[Tensor], states: Sequence[State]) -> bool:
@@ -190,8 +191,6 @@ class TritonSteps:
         self, verdict: Verdict | None, summed: bool = False, indices: Sequence[int] | None = None
     ) -> list[tuple[list[str], Tensor]]:
         found: list[Tensor | None] = []
-        for step in self._codes:
-            step.param.hand_over(step.state[step.plan.weight_key or ""])  # type: ignore[attr-defined]
         for tables in self._now:
             found += tables.launch(verdict.on_device(tables.device) if verdict is not None else None, summed)
         # Autograd cannot see what kernels write.
@@ -274,13 +273,19 @@ def _launch(key: LaunchKey, steps: dict[int, ParamStep], groups: list[int]) -> L
     )
 
 
+def _memory(p: Tensor) -> list[Tensor]:
+    """The tensors that a parameter consists of."""
+    return [p.codes, p.low, p.scale] if isinstance(p, Float8Weight) else [p]
+
+
 def _row(layout: Layout, step: ParamStep, group: int) -> list[int]:
     plan, state = step.plan, step.state
+    p, _, *further = step.tensors()
     row = [0] * WIDTH
     given = {
-        "p": memory_of(step.param).data_ptr(),
+        "p": p.data_ptr(),
         "grad": step.grad.data_ptr(),
-        "low": state[plan.weight_key].data_ptr() if plan.weight_key is not None else 0,
+        "low": further[0].data_ptr() if layout.weight.words else 0,
         "numel": step.param.numel(),
         "seed": step.group["seed"] & 0xFFFFFFFF,
         "stream": plan.index & 0xFFFFFFFF,

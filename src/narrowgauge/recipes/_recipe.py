@@ -151,9 +151,8 @@ class Recipe:
         for _, states, share in self.ways():
             storages = slot_storages(self.optimizer.rule, {"states": states}).values()
             moments += share * sum(storage.nbytes(matrix, block_size) for storage in storages) / block_size**2
-        each = [share * weight_storage(weights).weight_bytes(self.dtype) for weights, _, share in self.ways()]
         return {
-            "weights": float(sum(each)),
+            "weights": float(self.dtype.itemsize),
             "gradients": float(self.dtype.itemsize),
             "states": self.low_bytes + moments,
         }

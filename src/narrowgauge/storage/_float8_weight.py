@@ -1,8 +1,9 @@
 """A weight that *is* float8 codes: e4m3 and one power of two for the tensor; outside a bfloat16 tensor.
 
-A float8 matrix multiply rounds its weight to e4m3 whenever it reads it. `Float8Weight` keeps that rounding alone,
-a byte an element: the multiply takes the codes as they are, and everything else reads the bfloat16 number that a
-code stands for, which is exact (four significant bits times a power of two).
+A float8 matrix multiply rounds its weight to e4m3 whenever it reads it. `Float8Weight` has that rounding in a byte
+an element: the multiply takes the codes as they are, and everything else reads the bfloat16 number that a code
+stands for, which is exact (four significant bits times a power of two). What an update adds below that is in a
+second byte, which optimizers alone read.
 
 **The low word.** The pattern of an e4m3 code without its sign, read as an integer, counts the numbers of the
 format, subnormals included. Eight more bits below it make the numbers of a format with 4 bits of exponent and 11 of
@@ -21,11 +22,10 @@ a weight beyond it ends at 448 codes, and the next one has twice the scale. Scal
 which 448 codes would not be a float32. A tensor of zeros has 2^-8, whatever happens, until a code is not zero.
 
 **Writes from outside** (`copy_`, a clamp, a loaded checkpoint) choose the scale anew and round to the nearest
-weight of twelve significant bits. What the code does not hold is kept in `low` until the optimizer takes it over at
-its next step, so weights that are converted or loaded before a training keep their digits.
+weight of twelve significant bits.
 
 Operations return plain bfloat16 tensors. Of the same class are copies (`clone`, `detach`, `.to(device)`,
-`deepcopy`) and views (`t()`, slices), which share the codes: a write to a view is a write to the weight, whose
+`deepcopy`) and views (`t()`, slices), which share the words: a write to a view is a write to the weight, whose
 scale it may change. `.to(dtype)` with another dtype, and ``p.data = x`` with a tensor that is not bfloat16 of the
 same shape, give plain tensors again. Infinities become NaN, because e4m3 has none.
 """
@@ -143,28 +143,30 @@ class _Words:
 
     Attributes:
         codes: float8_e4m3fn, of the weight's shape, dense.
-        scale: float32, 0-d.
-        low: int8, like codes: low words of weights that were written from outside; None if they are zero.
+        low: int8, like codes.
+        numbers: float32 (2,): the scale, and the largest code, as `largest_code` gives it.
     """
 
-    def __init__(self, codes: Tensor, scale: Tensor, low: Tensor | None) -> None:
-        self.codes, self.scale, self.low = codes, scale, low
+    def __init__(self, codes: Tensor, low: Tensor, numbers: Tensor) -> None:
+        self.codes, self.low, self.numbers = codes, low, numbers
 
     def write(self, x: Tensor) -> None:
         """Become the weights nearest to x, a float tensor of the codes' shape."""
-        self.scale.copy_(scale_for(largest_of(x)))
-        codes, low = to_words(x.to(torch.float32), self.scale)
+        scale = scale_for(largest_of(x))
+        codes, low = to_words(x.to(torch.float32), scale)
         self.codes.copy_(codes)
-        self.low = None if x.is_meta or not low.any() else torch.empty_like(self.codes, dtype=torch.int8)
-        if self.low is not None:
-            self.low.copy_(low)
+        self.low.copy_(low)
+        self.numbers.copy_(_numbers(codes, scale))
 
     def copy(self, other: _Words) -> None:
         """Become the same words, bit for bit."""
-        self.scale.copy_(other.scale)
         self.codes.copy_(other.codes)
-        kept = other.low
-        self.low = None if kept is None else kept.to(self.codes.device, copy=True)
+        self.low.copy_(other.low)
+        self.numbers.copy_(other.numbers)
+
+
+def _numbers(codes: Tensor, scale: Tensor) -> Tensor:
+    return torch.stack([scale, largest_code(codes).to(torch.float32)])
 
 
 class Float8Weight(Tensor):
@@ -173,9 +175,9 @@ class Float8Weight(Tensor):
     Train it with optimizers of this library. Others write it in place, and small updates of four bits are lost.
 
     Args:
-        codes: float8_e4m3fn, dense.
-        scale: float32, of one element on the same device: a power of two from 2^-32 to 2^119.
-        low: int8 of the codes' shape: low words for the optimizer to take over, or None.
+        codes: float8_e4m3fn, dense; shared, not copied.
+        scale: float32, of one element on the same device: a power of two from 2^-32 to 2^119; copied.
+        low: int8 of the codes' shape and strides, shared; None for zeros.
 
     Raises:
         ValueError: for tensors that are not so; what scale holds is not looked at.
@@ -192,10 +194,13 @@ class Float8Weight(Tensor):
         if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != codes.device:
             got = f"{scale.dtype} of shape {tuple(scale.shape)} on {scale.device}"
             raise ValueError(f"scale must be one float32 on {codes.device}, got {got}")
-        if low is not None and (low.dtype != torch.int8 or low.shape != codes.shape):
-            got = f"{low.dtype} of shape {tuple(low.shape)}"
-            raise ValueError(f"low must be int8 of shape {tuple(codes.shape)}, got {got}")
-        return cls._of(_Words(codes, scale.reshape(()), low), codes)
+        if low is None:
+            low = torch.zeros_like(codes, dtype=torch.int8)
+        if (low.dtype, low.shape, low.stride()) != (torch.int8, codes.shape, codes.stride()):
+            got = f"{low.dtype} of shape {tuple(low.shape)} with strides {low.stride()}"
+            wanted = f"int8 of shape {tuple(codes.shape)} with strides {codes.stride()}"
+            raise ValueError(f"low must be {wanted}, got {got}")
+        return cls._of(_Words(codes, low, _numbers(codes, scale.reshape(()))), codes)
 
     @classmethod
     def _of(cls, words: _Words, codes: Tensor) -> Self:
@@ -209,10 +214,11 @@ class Float8Weight(Tensor):
     @classmethod
     @torch.no_grad()
     def of(cls, x: Tensor) -> Self:
-        """The weights nearest to a float tensor, of its shape and device, with what codes do not hold of them."""
+        """The weights of twelve significant bits nearest to a float tensor, of its shape and device."""
         x = x.detach()
         codes = torch.empty_like(x, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format)
-        words = _Words(codes, torch.empty((), dtype=torch.float32, device=x.device), None)
+        low, numbers = torch.empty_like(codes, dtype=torch.int8), torch.empty(2, device=x.device)
+        words = _Words(codes, low, numbers)
         words.write(x)
         return cls._of(words, codes)
 
@@ -224,19 +230,22 @@ class Float8Weight(Tensor):
     @property
     def scale(self) -> Tensor:
         """The value of the code 1: float32, 0-d; shared, not copied."""
-        return self._words.scale
+        return self._words.numbers[0]
 
     @property
-    def low(self) -> Tensor | None:
-        """Low words of what was written from outside since the last step, int8, of the shape; None if zero."""
-        kept = self._words.low
-        return None if kept is None else self._part(kept)
+    def largest(self) -> Tensor:
+        """The largest code that is a number, without sign: float32, 0-d; shared. Who writes codes writes it too."""
+        return self._words.numbers[1]
 
-    def hand_over(self, low: Tensor) -> None:
-        """Write `low`, if there is any, to the low words of an optimizer's state, which have it from now on."""
-        if self.low is not None:
-            low.copy_(self.low)
-            self._words.low = None
+    @property
+    def low(self) -> Tensor:
+        """The low words: int8, of the shape; shared, not copied."""
+        return self._part(self._words.low)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is a weight, not a view of a part of one, or in another order."""
+        return self._codes is self._words.codes
 
     def dequantize(self) -> Tensor:
         """The codes' numbers, as a plain bfloat16 tensor."""
@@ -244,16 +253,15 @@ class Float8Weight(Tensor):
 
     def _part(self, whole: Tensor) -> Tensor:
         """The part of a tensor like the words' codes that this is a view of."""
-        if self._codes is self._words.codes:
+        if self.is_whole:
             return whole
-        offset = self._codes.storage_offset() - self._words.codes.storage_offset()
+        offset = whole.storage_offset() + self._codes.storage_offset() - self._words.codes.storage_offset()
         return whole.as_strided(self._codes.size(), self._codes.stride(), offset)
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes of codes and scale, and of low words while there are some."""
-        kept = self._words.low
-        return self._codes.nbytes + self.scale.nbytes + (self._codes.numel() if kept is not None else 0)
+        """Bytes of codes, low words, scale and largest code."""
+        return 2 * self._codes.nbytes + self._words.numbers.nbytes
 
     @property
     def data(self) -> Tensor:
@@ -274,17 +282,16 @@ class Float8Weight(Tensor):
         return f"{type(self).__name__}({of})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        whole = self._codes is self._words.codes
-        codes = self._codes if whole else self._codes.clone()
+        codes, low = (x if self.is_whole else x.clone() for x in (self._codes, self.low))
         is_parameter = isinstance(self, torch.nn.Parameter)
-        return _rebuilt, (codes, self.scale, self.low, self.requires_grad, is_parameter)
+        return _rebuilt, (codes, self.scale, low, self.requires_grad, is_parameter)
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["codes", "scale"], None
+        return ["codes", "scale", "low"], None
 
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, Tensor], _: None, size: Any, stride: Any) -> Float8Weight:
-        return Float8Weight(inner["codes"], inner["scale"])
+        return Float8Weight(inner["codes"], inner["scale"], inner["low"])
 
     __torch_function__ = unsubclassed  # type: ignore[assignment]
 
@@ -360,10 +367,8 @@ def _detach(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 def _copied(weight: Float8Weight, run: Callable[[Tensor], Tensor]) -> Float8Weight:
     """A weight of copies of the words."""
-    kept = weight.low
     codes = run(weight._codes)
-    scale = weight.scale.to(codes.device, copy=True)
-    return Float8Weight(codes, scale, None if kept is None else run(kept))
+    return Float8Weight(codes, weight.scale.to(codes.device), run(weight.low))
 
 
 def _clone(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -382,11 +387,11 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
 
 def _copy_(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     to, source = args[:2]
-    if not isinstance(to, Float8Weight) or to._codes is not to._words.codes:
+    if not isinstance(to, Float8Weight) or not to.is_whole:
         return NotImplemented
     if not isinstance(source, Float8Weight):
         to._words.write(source.to(to.device, torch.float32).expand(to.shape))
-    elif source.shape != to.shape or source._codes is not source._words.codes:
+    elif source.shape != to.shape or not source.is_whole:
         return NotImplemented
     elif source._words is not to._words:
         to._words.copy(source._words)
@@ -400,12 +405,7 @@ def _where(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if condition.numel() != 1 or not weights:
         return NotImplemented
     codes = torch.where(condition, one.codes.view(torch.uint8), other.codes.view(torch.uint8))
-    low = None
-    if one.low is not None or other.low is not None:
-        zeros = torch.zeros_like(codes, dtype=torch.int8)
-        low = torch.where(
-            condition, zeros if one.low is None else one.low, zeros if other.low is None else other.low
-        )
+    low = torch.where(condition, one.low, other.low)
     scale = torch.where(condition.reshape(()), one.scale, other.scale)
     return Float8Weight(codes.view(torch.float8_e4m3fn), scale, low)
 
@@ -419,7 +419,7 @@ _OWN: dict[Any, Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]] = {
 }
 
 
-def _rebuilt(codes: Tensor, scale: Tensor, low: Tensor | None, requires_grad: bool, is_parameter: bool) -> Tensor:
+def _rebuilt(codes: Tensor, scale: Tensor, low: Tensor, requires_grad: bool, is_parameter: bool) -> Tensor:
     made = Float8Weight(codes, scale, low)
     return torch.nn.Parameter(made, requires_grad) if is_parameter else made.requires_grad_(requires_grad)
 

@@ -88,10 +88,6 @@ class WeightStorage:
         low = self.low_dtype(dtype)
         return low.itemsize if low is not None else 0
 
-    def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the parameter itself, an element."""
-        return dtype.itemsize
-
     def low_shape(self, p: Tensor) -> Sequence[int]:
         """Shape of the low word beside a parameter."""
         return p.shape

@@ -39,7 +39,6 @@ from ._state import (
     block_keys,
     block_sizes,
     check_groups,
-    float8_parts,
     is_ours,
     is_sharded,
     is_split,
@@ -185,10 +184,9 @@ def _local(tensor: Tensor) -> Tensor:
 def _check_model(model: nn.Module, manifest: Manifest) -> None:
     live = model_state(model)
     saved = dict(manifest.values["model"]["dict"])
-    optional = {name for name in float8_parts(saved) if name.endswith(".low")}
     for what, names in (
         ("has no", [name for name in live if name not in saved]),
-        ("has more:", [name for name in saved if name not in live and name not in optional]),
+        ("has more:", [name for name in saved if name not in live]),
     ):
         if names:
             raise ValueError(f"model: the checkpoint {what} {', '.join(map(repr, names[:3]))} ({len(names)} names)")
@@ -211,8 +209,7 @@ def _check_model(model: nn.Module, manifest: Manifest) -> None:
 def _loaded_model(manifest: Manifest, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """A model's state: its tensors, which were read in place, and everything else from the checkpoint."""
     saved = dict(manifest.values["model"]["dict"])
-    more = {name: decode_value(saved[name], tensors) for name in saved if name not in state}  # low words
-    return more | {
+    return {
         name: value if isinstance(value, Tensor) else decode_value(saved[name], tensors)
         for name, value in state.items()
     }
@@ -363,9 +360,8 @@ def export_checkpoint(path: str | Path, file: str | Path) -> Path:
     blocks = {} if saved is None else _whole_blocks(folder, manifest, saved)
     read_into(folder, manifest, {key: tensor for key, tensor in tensors.items() if key not in blocks})
     tensors |= blocks
-    state = decode_value(manifest.values["model"], tensors)
     content = {
-        "model": joined_state(state),
+        "model": joined_state(decode_value(manifest.values["model"], tensors)),
         "optimizer": None if saved is None else optimizer_state_dict(saved, None, tensors),
         "step": manifest.step,
         "extra": decode_value(manifest.values["extra"], tensors),

@@ -53,21 +53,18 @@ class Snapshot:
     own: set[str]
 
 
-def model_state(model: nn.Module, low_words: bool = False) -> dict[str, Any]:
+def model_state(model: nn.Module) -> dict[str, Any]:
     """A model's state_dict, by names without wrappers.
 
-    A `Float8Weight` is its codes, by its name, and ``NAME.scale``; with `low_words` also ``NAME.low``, if it
-    has one.
+    A `Float8Weight` is its codes, by its name, ``NAME.scale`` and ``NAME.low``.
     """
     found: dict[str, Any] = {}
     for wrapped, value in unwrap_model(model).state_dict().items():
         name = clean_name(wrapped)
-        if not isinstance(value, Float8Weight):
+        if isinstance(value, Float8Weight):
+            found |= {name: value.codes, name + _SCALE: value.scale, name + _LOW: value.low}
+        else:
             found[name] = value
-            continue
-        found |= {name: value.codes, name + _SCALE: value.scale}
-        if low_words and value.low is not None:
-            found[name + _LOW] = value.low
     return found
 
 
@@ -80,18 +77,11 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 def joined_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """What `model_state` gives as a state_dict: the parts of a `Float8Weight` are one again."""
-    parts = set(float8_parts(state))
-    return {
-        name: Float8Weight(value, state[name + _SCALE], state.get(name + _LOW)) if name + _SCALE in parts else value
-        for name, value in state.items()
-        if name not in parts
-    }
-
-
-def float8_parts(state: Mapping[str, Any]) -> list[str]:
-    """The names in a `model_state` of scales and low words of float8 weights."""
-    weights = [name for name in state if name + _SCALE in state]
-    return [name + end for name in weights for end in (_SCALE, _LOW) if name + end in state]
+    joined = dict(state)
+    for name, codes in state.items():
+        if name + _SCALE in state:
+            joined[name] = Float8Weight(codes, joined.pop(name + _SCALE), joined.pop(name + _LOW))
+    return joined
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
@@ -116,7 +106,7 @@ def snapshot(
 ) -> Snapshot:
     """Everything that goes into a checkpoint; nothing is copied. A ValueError names what cannot be saved."""
     tensors: dict[str, Tensor] = {}
-    state = model_state(model, low_words=True).items()
+    state = model_state(model).items()
     values: dict[str, Any] = {
         "model": {"dict": [[k, encode_value(v, f"model[{k!r}]", f"model/{k}", tensors)] for k, v in state]},
         "optimizer": None if optimizer is None else _optimizer_values(model, optimizer, tensors),

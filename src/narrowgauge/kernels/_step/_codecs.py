@@ -23,8 +23,9 @@ functions, and fast ones for bf16 parameters; without a low word, `low` is the p
     fast_X_add(p, low, weight, delta[, random bits])
         -> (p, low, how far all moved, how far p moved, finite if nothing is unusual)
 
-A weight with a scale of the whole tensor (`scaled`) is `uint8`, and has fast functions too. After the words, old or
-new, its functions are given the scale of those that are there and the inverse of that of the new ones.
+A weight with a scale of the whole tensor (`scaled`) is `uint8`, and has fast functions too. After the words that are
+there, its functions are given their scale, and the inverse of that of the new ones. X_add and fast_X_add have a last
+result more: integers whose highest byte is the new code without sign, or 0 for NaN.
 
     X_moved(p, low, scale, inverse, new p, new low, weight, KIND) -> how far all that is stored moved, and p
 
@@ -132,7 +133,7 @@ def write(layout: Layout, tests: SlowPathTests | None) -> list[str]:
     weight, kind = layout.weight, repr(layout.kind)
     fast = tests is not None and layout.kind in ("bf16", "uint8") and has(weight, "fast_X_add")
     words = _weight_words(layout, fast)
-    made, given = [], f"{words}, weight_in, delta"
+    made, given, sizes = [], f"{words}, weight_in, delta", ", sizes" if weight.scaled else ""
     if weight.needs_random:
         size, purpose = f"{layout.rows}, {layout.block}", weight_purpose(layout.moments)
         of_moment = next((moment.name for moment in layout.moments if moment.purpose == purpose), None)
@@ -145,8 +146,8 @@ def write(layout: Layout, tests: SlowPathTests | None) -> list[str]:
         given += ", random"
     if tests is not None and fast:
         tests.numbers.append("written")
-        return [*made, f"p_new, low_new, stored, visible, written = fast_{weight.name}_add({given})"]
-    made.append(f"p_new, low_new = {weight.name}_add({given}, {kind})")
+        return [*made, f"p_new, low_new, stored, visible, written{sizes} = fast_{weight.name}_add({given})"]
+    made.append(f"p_new, low_new{sizes} = {weight.name}_add({given}, {kind})")
     if layout.gauges and weight.scaled:
         made.append(f"stored, visible = {weight.name}_moved({words}, p_new, low_new, weight_in, {kind})")
     elif layout.gauges:
@@ -157,6 +158,14 @@ def write(layout: Layout, tests: SlowPathTests | None) -> list[str]:
     if any(word.packed for word in weight.words):
         made.append("low_new = as_words(tl.where(here, low_new, 0), 4, False)")
     return made
+
+
+def peak(layout: Layout, tests: SlowPathTests | None) -> list[str]:
+    """The largest of each eight neighbors' new codes, as `peak`, of a weight that has a scale."""
+    if not layout.weight.scaled:
+        return []
+    there = "sizes" if tests is not None else "tl.where(here, sizes, 0)"
+    return [f"peak = tl.max(({there}).reshape([{layout.rows}, {layout.block // 8}, 8]), 2)"]
 
 
 def _weight_words(layout: Layout, fast: bool) -> str:

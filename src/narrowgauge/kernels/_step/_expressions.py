@@ -119,8 +119,8 @@ def numbers_source(
         terms: names of the sums.
         met: what to work out.
         summed: whether `partials` are sums of whole tensors already, float64 (tensors, terms).
-        scaled: whether weights have scales. The next one, by the largest code before the step, is written down;
-            behind the numbers are the old one and the inverse of the new one.
+        scaled: whether weights have scales. The next one, by the largest code, is written in the scale's place, and 0
+            in the largest code's, behind it; behind the numbers are the old one and the inverse of the new one.
     """
     known = {Node("number", (name,), True): f"h{i}" for i, name in enumerate(hyper)}
     known[Node("number", ("step",), True)] = "step"
@@ -140,7 +140,7 @@ def numbers_source(
     return f"""
 @triton.jit
 def numbers(
-    table, hyper, uniforms, steps, flags, partials, {"largest, " if scaled else ""}{"verdict, " if factor else ""}
+    table, hyper, uniforms, steps, flags, partials, {"verdict, " if factor else ""}
     ADVANCE: tl.constexpr, SKIP: tl.constexpr, PEEK: tl.constexpr
 ):
     tensor = tl.program_id(0)
@@ -177,9 +177,9 @@ def _scales() -> list[str]:
     return [
         f"scale_at = tl.load(row + {AT['scale']}).to(tl.pointer_type(tl.float32))",
         "scale = tl.load(scale_at)",
-        "new_scale = next_scale(tl.load(largest + tensor), scale)",
-        "tl.store(largest + tensor, 0)",
+        "new_scale = next_scale(tl.load(scale_at + 1).to(tl.int32), scale)",
         "tl.store(scale_at, new_scale, mask=taken > 0)",
+        "tl.store(scale_at + 1, 0.0, mask=taken > 0)",
     ]
 
 

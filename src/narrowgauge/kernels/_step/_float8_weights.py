@@ -45,13 +45,6 @@ def inverse_of(scale):
 
 
 @triton.jit
-def sizes_of(codes):
-    """Codes without their signs, as integers, one an element; 0 for NaN."""
-    bare = codes_of(codes) & 0x7F
-    return tl.where(bare == 0x7F, 0, bare)
-
-
-@triton.jit
 def fp8split8_read(p, low, scale, inverse, KIND: tl.constexpr):
     code, offset = p.to(tl.int32), low.to(tl.int32)
     bare = code & 0x7F
@@ -65,10 +58,9 @@ def fp8split8_read(p, low, scale, inverse, KIND: tl.constexpr):
 def fp8split8_add(p, low, scale, inverse, weight, delta, random, KIND: tl.constexpr):
     updated = weight + delta
     odd = (bits_of(updated) & INFINITY) == INFINITY
-    both = _rounded(tl.where(odd, 0.0, updated), inverse, random)
-    code = tl.where(odd, 0x7F, (both >> 20) | ((bits_of(updated) >> 24) & 0x80))
-    # What has been added to round the code flips the highest bit of the low word.
-    return code.to(tl.uint8), tl.where(odd, 0, ((both >> 12) & 0xFF) ^ 0x80).to(tl.int8)
+    both = tl.where(odd, 0x800000, _rounded(tl.where(odd, 0.0, updated), inverse, random))
+    code = tl.where(odd, 0x7F, (both >> 24) | ((bits_of(updated) >> 24) & 0x80))
+    return code.to(tl.uint8), (both >> 16 ^ 0x80).to(tl.int8), both
 
 
 @triton.jit
@@ -98,7 +90,8 @@ def fp8split8_read_unusual(p, low, scale, inverse):
 @triton.jit
 def fast_fp8split8_add(p, low, scale, inverse, weight, delta, random):
     updated = weight + delta
-    both = ((_rounded(updated, inverse, random) << 4) & 0x7FFFFFFF) | (bits_of(updated) & -0x80000000)
+    sizes = _rounded(updated, inverse, random)
+    both = sizes | (bits_of(updated) & -0x80000000)
     if p.dtype != tl.int32:
         hi, lo = (both >> 24).to(tl.uint8), ((both >> 16) ^ 0x80).to(tl.int8)
     elif ASSEMBLY:
@@ -112,7 +105,7 @@ def fast_fp8split8_add(p, low, scale, inverse, weight, delta, random):
     back = inverse_of(inverse)
     stored = float_of(((both - 0x800000) >> 4) & _PATTERN) * _UP * back - weight
     before = float_of((codes_of(p) << 24 >> 4) & _CODE) * _UP * scale
-    return hi, lo, stored, float_of((both >> 4) & _CODE) * _UP * back - before, updated
+    return hi, lo, stored, float_of((both >> 4) & _CODE) * _UP * back - before, updated, sizes
 
 
 @triton.jit
@@ -130,9 +123,9 @@ def _beside(p, low):
 
 @triton.jit
 def _rounded(x, inverse, random):
-    """Code and low word of a number as one integer, the code from bit 20, by the lower eight of 16 random bits.
+    """The code of a number in the highest byte, its low word below, by the lower eight of 16 random bits.
 
-    It is rounded to the low word, and then half a code is added, which rounds it to the code.
+    Half a code is added too, which rounds to the code, and flips the highest bit of the low word.
     """
     magnitude = tl.minimum(tl.abs(x) * inverse, 448.0) * _DOWN
-    return bits_of(magnitude) + ((random >> 12) & 0xFF0 | 0x80008).to(tl.int32)
+    return (bits_of(magnitude) << 4) + ((random >> 8) & 0xFF00 | 0x800080).to(tl.int32)

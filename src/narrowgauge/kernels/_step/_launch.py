@@ -145,14 +145,12 @@ class TritonKernels:
         self.ratio = ratio is not None
         used = _source.effects_used(layout, equation).values()
         met = _met([equation.delta, *equation.moments.values(), *used, *([ratio] if ratio is not None else [])])
-        self.scaled = layout.weight.scaled
-        self.met = len(met) + 2 * self.scaled
+        scaled = layout.weight.scaled
+        self.met = len(met) + 2 * scaled
         texts = tuple(codec.triton for codec in layout.codecs)
         self.step: Any = compiled(_source.step_source(layout, equation, met), "step", texts)
         self._numbers = scalars, hyper, self.terms, met, factor
-        self.numbers: Any = compiled(numbers_source(*self._numbers, scaled=self.scaled), "numbers")
-        if self.scaled:
-            self.largest_codes: Any = compiled(_source.largest_source(layout), "largest_codes")
+        self.numbers: Any = compiled(numbers_source(*self._numbers, scaled=scaled), "numbers")
         if self.terms:
             met = _met(equation.terms.values())
             self.met_before = len(met)
@@ -249,11 +247,7 @@ class TritonKernels:
             launches += self._sums(tables, verdict, advance)
             advance = {"ADVANCE": False, "SKIP": False, "PEEK": False}
         sums = tables.buffer("totals", torch.float64, len(self.terms) * count) if summed else partials
-        sizes = [tables.buffer("largest", torch.int32, count)] if self.scaled else []
-        if self.scaled:
-            read = tables.rows, tables.passes, row, steps, *sizes, partials, *tables.books
-            launches.append(self._pass("largest_codes", tables, read))
-        known = tables.rows, tables.hyper, row, steps, flags, sums, *sizes, *verdict
+        known = tables.rows, tables.hyper, row, steps, flags, sums, *verdict
         name = "numbers_summed" if summed else "numbers"
         launches.append((name, self._kernel(name), count, known, advance, _SCALARS))
         if self.layout.gauges:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from narrowgauge.kernels._codec import in_order
 from narrowgauge.kernels._graph import Equation, Node
-from narrowgauge.kernels._step._codecs import SlowPathTests, decode, encode, has, write
+from narrowgauge.kernels._step._codecs import SlowPathTests, decode, encode, has, peak, write
 from narrowgauge.kernels._step._expressions import indented, lines
 from narrowgauge.kernels._step._layout import (
     AT,
@@ -55,7 +55,8 @@ def step_source(layout: Layout, equation: Equation, met: Sequence[Node]) -> str:
             body += encode(layout, moment, names[equation.moments[moment.name]], moment.name in effects, tests)
         body += [f"delta = tl.fma({names[effect]}, {name}_lost, delta)" for name, effect in effects.items()]
         body += write(layout, tests)
-        return body + measured + stats.unit(tests is not None, tuple(names_too[factor] for factor in factors))
+        body += [*measured, *stats.unit(tests is not None, tuple(names_too[factor] for factor in factors))]
+        return body + peak(layout, tests)
 
     tests = SlowPathTests()
     fast = unit(tests)
@@ -86,20 +87,6 @@ def finite_source(layout: Layout) -> str:
     """The kernel `finite`: flags tensors whose gradient has an infinity or NaN."""
     end = ["if largest(peak) >= INFINITY:", "    tl.store(flags + tensor, 1)"]
     return _gradient_pass("finite", layout, {}, [], end)
-
-
-def largest_source(layout: Layout) -> str:
-    """The kernel `largest_codes`: each tensor's largest code, without sign; in the place of `flags`."""
-    bodies = [
-        [
-            *loads(layout, [kept for kept in kept_words(layout, packed) if kept.name == "p"]),
-            "peak = tl.maximum(peak, sizes_of(p))",
-        ]
-        for packed in (True, False)
-    ]
-    zeros = f"tl.zeros([{layout.rows}, {layout.block}], tl.int32)"
-    end = ["tl.atomic_max(flags + tensor, largest(peak))"]
-    return _pass_kernel("largest_codes", layout, 0, {"peak": zeros}, bodies, end)
 
 
 def look_source(layout: Layout, squares: bool) -> str:
@@ -176,10 +163,15 @@ def _step_kernels(
     read, written = [kept.name for kept in single], [kept.name for kept in single if kept.name != "grad"]
     at, words = ", ".join(f"{name}_at" for name in read), ", ".join(read)
     made, after = ", ".join(f"{name}_new" for name in written), ", ".join(f"{name}_after" for name in read)
-    found, sums = ", ".join([made, *stats.names]), "gauges" if layout.gauges else "partials"
+    peaks = ["peak"] if layout.weight.scaled else []
+    found, sums = ", ".join([made, *peaks, *stats.names]), "gauges" if layout.gauges else "partials"
     begin, add, end = (
         "".join(f"\n{' ' * by}{line}" for line in some)
-        for by, some in ((8, stats.begin()), (20, stats.add()), (8, stats.end()))
+        for by, some in (
+            (8, [*stats.begin(), *(f"all_peak = tl.zeros([{layout.rows}, {layout.block // 8}], tl.int32)" for _ in peaks)]),
+            (20, [*stats.add(), *("all_peak = tl.maximum(all_peak, peak)" for _ in peaks)]),
+            (8, [*stats.end(), *(_keep_largest() if peaks else [])]),
+        )
     )
     add_again = add.replace("\n    ", "\n")
     given = ", ".join(["number", "seed", "stream", *_given(layout, uniforms)])
@@ -233,6 +225,14 @@ def step(table, programs, uniforms, steps, flags, {", ".join([sums, *_tables(lay
             again = again >> 1
             turn += 1{end}
 """
+
+
+def _keep_largest() -> list[str]:
+    """The program's largest code, beside the tensor's scale."""
+    return [
+        f"largest_at = (tl.load(row + {AT['scale']}) + 4).to(tl.pointer_type(tl.int32))",
+        'tl.atomic_max(largest_at, bits_of((largest(all_peak) >> 24).to(tl.float32)), sem="relaxed")',
+    ]
 
 
 def _traffic(name: str, layout: Layout, words: Sequence[Kept], at: str, read: str, made: str) -> str:

@@ -17,8 +17,9 @@ INLINE void read_words(const int n, const u8 *restrict codes, const int8_t *rest
     }
 }
 
-INLINE void write_words(const int n, const float *restrict weight, const float inverse, const u16 *restrict random,
+INLINE i32 write_words(const int n, const float *restrict weight, const float inverse, const u16 *restrict random,
                         u8 *restrict codes, int8_t *restrict low) {
+    i32 largest = 0;
     for (int i = 0; i < n; i++) {
         const i32 finite = is_finite(weight[i]);
         const float scaled = fabsf((finite ? weight[i] : 0.0f) * inverse), magnitude = scaled > 448.0f ? 448.0f : scaled;
@@ -27,7 +28,9 @@ INLINE void write_words(const int n, const float *restrict weight, const float i
         const i32 both = (long_pattern + ((random[i] & 0xFF) << 4) + 8) >> 12, code = (both + 0x80) >> 8;
         codes[i] = (u8)(finite ? code | (i32)((u32)pattern(weight[i]) >> 24 & 0x80) : NAN_CODE);
         low[i] = (int8_t)(finite ? both - (code << 8) : 0);
+        largest = larger(largest, finite ? code : 0);
     }
+    return largest;
 }
 
 void read_float8(const long n, const u8 *codes, const int8_t *low, const float scale, float *weight, int threads) {
@@ -37,30 +40,17 @@ void read_float8(const long n, const u8 *codes, const int8_t *low, const float s
         else read_words((int)(n - o), codes + o, low + o, scale, weight + o);
 }
 
-/* The largest code that is a number, without sign. */
-int largest_code(const long n, const u8 *codes, int threads) {
+/* Gives the largest code without sign. `key` as in random.h, of numbers that begin at element 0. */
+int write_float8(const long n, const float *weight, const float inverse, const u32 *key, const u32 purpose,
+                 u8 *codes, int8_t *low, int threads) {
     i32 largest = 0;
 #pragma omp parallel for num_threads(threads) schedule(static) reduction(max : largest) if (threads > 1)
     for (long o = 0; o < n; o += BLOCK) {
-        const int count = n - o < BLOCK ? (int)(n - o) : BLOCK;
-        u8 most = 0;
-        for (int i = 0; i < count; i++) {
-            const u8 bare = codes[o + i] & NAN_CODE, size = bare == NAN_CODE ? 0 : bare;
-            most = size > most ? size : most;
-        }
-        largest = larger(largest, most);
-    }
-    return largest;
-}
-
-/* `key` as in random.h, of numbers that begin at element 0. */
-void write_float8(const long n, const float *weight, const float inverse, const u32 *key, const u32 purpose,
-                  u8 *codes, int8_t *low, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (long o = 0; o < n; o += BLOCK) {
         u16 random[BLOCK];
         random_halves(random, o / BLOCK, key, purpose);
-        if (n - o >= BLOCK) write_words(BLOCK, weight + o, inverse, random, codes + o, low + o);
-        else write_words((int)(n - o), weight + o, inverse, random, codes + o, low + o);
+        const int count = n - o < BLOCK ? (int)(n - o) : BLOCK;
+        largest = larger(largest, count == BLOCK ? write_words(BLOCK, weight + o, inverse, random, codes + o, low + o)
+                                                 : write_words(count, weight + o, inverse, random, codes + o, low + o));
     }
+    return largest;
 }
