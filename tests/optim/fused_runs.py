@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from float8_parameters import kept_as
 from narrowgauge import optim
 from narrowgauge.optim._eager import Noise, update
 from narrowgauge.optim._optimizer import NarrowOptimizer
@@ -58,9 +59,12 @@ def entries(optimizer: NarrowOptimizer) -> list[ParamStep]:
     return found
 
 
-def parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: str, seed: int = 0) -> list[Tensor]:
+def parameters(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: str, seed: int = 0, weights: str = "plain"
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype).to(device)) for s in shapes]
+    values = [torch.randn(shape, generator=generator).to(dtype).to(device) for shape in shapes]
+    return [torch.nn.Parameter(kept_as(value, weights)) for value in values]
 
 
 def twins(

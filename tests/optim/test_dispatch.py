@@ -46,7 +46,8 @@ class Pair:
     def __init__(
         self, device: str, name: str = "AdamW", shapes: Any = SHAPES, dtype: Any = torch.bfloat16, **options: Any
     ) -> None:
-        self.ps, self.qs = parameters(shapes, dtype, device), parameters(shapes, dtype, device)
+        weights = options.get("weights", "plain")
+        self.ps, self.qs = (parameters(shapes, dtype, device, weights=weights) for _ in range(2))
         self.fused = getattr(optim, name)(self.ps, **copy.deepcopy(options))
         self.eager = eager(getattr(optim, name)(self.qs, **copy.deepcopy(options)))
         self.taken = 0

@@ -57,7 +57,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
 
 
 def words(model: nn.Module, optimizer: NarrowOptimizer) -> list[Tensor]:
-    parts = [(p.codes, p.low, p.scale, p.largest) if isinstance(p, Float8Weight) else (p,) for p in model.parameters()]
+    parts = [
+        (p.codes, p.low, p.scale, p.largest) if isinstance(p, Float8Weight) else (p,) for p in model.parameters()
+    ]
     found = [x for some in parts for x in some]
     found += [x for p in model.parameters() for x in optimizer.state[p].values()]
     return [x.detach().view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x.detach() for x in found]

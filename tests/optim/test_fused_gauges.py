@@ -15,12 +15,11 @@ pytest.importorskip("triton", reason="triton is not installed: kernels cannot ru
 from fused_runs import parameters
 from test_dispatch import Pair
 
-from float8_parameters import PLAIN_STORAGES
 from narrowgauge import optim
 from narrowgauge.kernels import _cuda_graphs
 from narrowgauge.kernels._step import _launch, _stats
 from narrowgauge.optim import UpdateStats, _triton_backend
-from narrowgauge.storage import state_storages, weight_storage
+from narrowgauge.storage import state_storages, weight_storage, weight_storages
 from pairwise import cases
 
 SHAPES = ((1,), (0,), (3, 100), (16, 16))
@@ -30,7 +29,7 @@ COUNTS = slice(3, 6)
 CASES: list[tuple[str, str, str, torch.dtype, dict[str, Any]]] = [
     ("AdamW", weights, states, dtype, {"lr": 3e-3})
     for (weights, dtype), states in zip(
-        [(w, dtype) for w in PLAIN_STORAGES for dtype in weight_storage(w).dtypes],
+        [(w, dtype) for w in weight_storages() for dtype in weight_storage(w).dtypes],
         itertools.cycle(["log8", "8bit", "bf16", "log4", "fp32", "fp8", "expansion"]),
         strict=False,
     )
@@ -228,7 +227,7 @@ def test_a_graph_tells_of_its_last_replay(device: str, monkeypatch: pytest.Monke
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("weights", "states", "clip"), cases(PLAIN_STORAGES, state_storages(), (False, True)), ids=str
+    ("weights", "states", "clip"), cases(weight_storages(), state_storages(), (False, True)), ids=str
 )
 def test_every_storage_on_a_gpu(weights: str, states: str, clip: bool) -> None:
     """Long enough for all paths; of a thousand elements one may be rounded to the other side."""

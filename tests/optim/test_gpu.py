@@ -5,7 +5,7 @@ import torch
 
 from float8_parameters import kept_as
 from narrowgauge.optim import AdamW
-from narrowgauge.storage import state_storage, state_storages, weight_storage, weight_storages
+from narrowgauge.storage import Float8Weight, state_storage, state_storages, weight_storage, weight_storages
 from pairwise import cases
 
 pytestmark = pytest.mark.gpu
@@ -105,3 +105,29 @@ def test_skipping_needs_no_synchronisation(bad: float, states: str) -> None:
     for key, value in (optimizer.state[p] | {"p": p.detach()}).items():
         assert key == "skipped" or torch.equal(value, before[key]), key
     assert optimizer.skipped == {"p": 1}
+
+
+@torch.no_grad()
+def test_a_captured_step_goes_on_from_float8_weights_as_it_finds_them() -> None:
+    """Scale and largest code are read on the device, also where weights were written between replays."""
+    start = torch.randn(100, 130, generator=torch.Generator().manual_seed(0)).cuda()
+    ps = [torch.nn.Parameter(Float8Weight.of(start)) for _ in range(2)]
+    optimizers = [AdamW([p], 1e-2, states="log8", weight_decay=0.0) for p in ps]
+    grad = torch.randn(start.shape, generator=torch.Generator().manual_seed(1)).bfloat16().cuda()
+    for p, optimizer in zip(ps, optimizers, strict=True):
+        p.grad = grad.clone()
+        optimizer.step()
+        assert optimizer.describe().rows[0].path.startswith("fused")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizers[0].step()
+    scales = set()
+    for factor in (1.0, 1e-3, 1.0, 300.0, 1.0, 1.0):
+        for p in ps:
+            p.mul_(factor)
+        graph.replay()
+        optimizers[1].step()
+        for words in zip(*((p.codes.view(torch.uint8), p.low, p.numbers) for p in ps), strict=True):
+            assert torch.equal(*words)
+        scales.add(float(ps[0].scale))
+    assert len(scales) >= 3

@@ -1,8 +1,8 @@
 """Compiled steps of float8 weights on a CPU.
 
 A parameter's step has three passes over memory: words to float32, the step of a float32 parameter by the compiled
-function of any other (`CSteps`), and new words, by the scale that the codes before ask for. One float32 tensor, up to twice as large as the largest parameter, serves them all, one after the
-other.
+function of any other (`CSteps`), and new words. One float32 tensor, up to twice as large as the largest parameter,
+serves them all, one after the other.
 
 The words are those of the eager step, bit for bit, where the float32 weights are. Where every step is measured, the
 eager step is taken.

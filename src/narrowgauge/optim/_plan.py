@@ -226,7 +226,7 @@ class ParamStep:
         low = [state[plan.weight_key]] if plan.weight_key is not None else []
         p = self.param
         if isinstance(p, Float8Weight):
-            p, low = p.codes, [p.low]
+            low, p = [p.low], p.codes
         words = [slot.keyed(dict.fromkeys(w.name for w in slot.codec.words)) for slot in plan.slots if slot.codec]
         return [p, self.grad, *low, *(state[key] for keys in words for key in keys)]
 

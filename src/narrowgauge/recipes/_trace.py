@@ -170,7 +170,9 @@ class Traced:
             p.grad = torch.empty_like(p) if self.accumulate and p.requires_grad else None
         known = [*self.model.parameters(), *self.model.buffers()]
         known += [p.grad for p in self.model.parameters() if p.grad is not None]
-        known += [x for p in self.model.parameters() if isinstance(p, Float8Weight) for x in (p.codes, p.low, p.scale)]
+        known += [
+            x for p in self.model.parameters() if isinstance(p, Float8Weight) for x in (p.codes, p.low, p.scale)
+        ]
         recorder = Recorder(known, WORKSPACES)
         timeline = recorder.timeline
 

@@ -14,12 +14,12 @@ fraction, which has twelve significant bits:
 Rounding a pattern to its upper bits (halves away from zero) gives the code, and what is left over is the low word.
 Code 0 takes no negative low word, NaN takes none at all.
 
-**The scale** is the value of the code 1. A write from outside chooses it so that the largest magnitude lies in [112,
-224) codes, a factor of two below the largest code, 448. A step looks at the largest code that is there before it:
-beyond [56, 224] its new words have another scale, by which that code would be in (112, 224]. So a step needs to know
-none of its new weights, weights that shrink keep their digits, and what grows has a factor of two. A step that takes
-a weight beyond it ends at 448 codes, and the next one has twice the scale. Scales are from 2^-32 to 2^119, above
-which 448 codes would not be a float32. A tensor of zeros has 2^-8, whatever happens, until a code is not zero.
+**The scale** is the value of the code 1. A write from outside chooses it so that the largest magnitude lies in
+[112, 224) codes, a factor of two below the largest code, 448. A step looks at the largest code that is there
+before it: beyond [56, 224], the new words have another scale, by which that code would be in (112, 224]. So a step
+need not know its new weights to choose a scale, and weights that shrink keep their digits. What grows beyond 448
+codes in one step ends there, and the next step doubles the scale. Scales are from 2^-32 to 2^119, above which 448
+codes would not be a float32. A tensor of zeros has 2^-8, and keeps it until a code is not zero.
 
 **Writes from outside** (`copy_`, a clamp, a loaded checkpoint) choose the scale anew and round to the nearest
 weight of twelve significant bits.
@@ -69,7 +69,7 @@ def scale_for(largest: Tensor) -> Tensor:
 def largest_code(codes: Tensor) -> Tensor:
     """The largest code that is a number, without sign, int32, 0-d; 0 for no elements."""
     bare = codes.contiguous().view(torch.uint8) & _NAN
-    bare = torch.where(bare == _NAN, 0, bare)
+    bare = bare * (bare != _NAN)
     return (bare.amax() if bare.numel() else bare.new_zeros(())).to(torch.int32)
 
 
@@ -230,12 +230,17 @@ class Float8Weight(Tensor):
     @property
     def scale(self) -> Tensor:
         """The value of the code 1: float32, 0-d; shared, not copied."""
-        return self._words.numbers[0]
+        return self.numbers[0]
 
     @property
     def largest(self) -> Tensor:
         """The largest code that is a number, without sign: float32, 0-d; shared. Who writes codes writes it too."""
-        return self._words.numbers[1]
+        return self.numbers[1]
+
+    @property
+    def numbers(self) -> Tensor:
+        """Scale and largest code: float32 (2,); shared, not copied."""
+        return self._words.numbers
 
     @property
     def low(self) -> Tensor:
@@ -287,11 +292,11 @@ class Float8Weight(Tensor):
         return _rebuilt, (codes, self.scale, low, self.requires_grad, is_parameter)
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["codes", "scale", "low"], None
+        return ["codes", "low", "numbers"], None
 
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, Tensor], _: None, size: Any, stride: Any) -> Float8Weight:
-        return Float8Weight(inner["codes"], inner["scale"], inner["low"])
+        return Float8Weight._of(_Words(inner["codes"], inner["low"], inner["numbers"]), inner["codes"])
 
     __torch_function__ = unsubclassed  # type: ignore[assignment]
 

@@ -23,9 +23,9 @@ functions, and fast ones for bf16 parameters; without a low word, `low` is the p
     fast_X_add(p, low, weight, delta[, random bits])
         -> (p, low, how far all moved, how far p moved, finite if nothing is unusual)
 
-A weight with a scale of the whole tensor (`scaled`) is `uint8`, and has fast functions too. After the words that are
-there, its functions are given their scale, and the inverse of that of the new ones. X_add and fast_X_add have a last
-result more: integers whose highest byte is the new code without sign, or 0 for NaN.
+A weight with a scale of the whole tensor (`scaled`) is `uint8`, and has fast functions too. After the words that
+are there, its functions are given their scale, and the inverse of that of the new ones. X_add and fast_X_add have a
+last result more: integers whose highest byte is the new code without sign, or 0 for NaN.
 
     X_moved(p, low, scale, inverse, new p, new low, weight, KIND) -> how far all that is stored moved, and p
 

@@ -119,8 +119,8 @@ def numbers_source(
         terms: names of the sums.
         met: what to work out.
         summed: whether `partials` are sums of whole tensors already, float64 (tensors, terms).
-        scaled: whether weights have scales. The next one, by the largest code, is written in the scale's place, and 0
-            in the largest code's, behind it; behind the numbers are the old one and the inverse of the new one.
+        scaled: whether weights have scales. The next one, by the largest code, is written in the scale's place,
+            and 0 in the largest code's, behind it; behind the numbers are the old one and the new one's inverse.
     """
     known = {Node("number", (name,), True): f"h{i}" for i, name in enumerate(hyper)}
     known[Node("number", ("step",), True)] = "step"

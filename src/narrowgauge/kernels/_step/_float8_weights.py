@@ -19,12 +19,12 @@ _DOWN = tl.constexpr(2.0**-120)
 _PATTERN = tl.constexpr(-0x78001000)  # sign, code and low word among a float32's bits
 _CODE = tl.constexpr(-0x78100000)  # sign and code
 # Four codes and four low words: each code above its low word, whose highest bit is flipped.
-_BESIDE = tl.constexpr(
+BESIDE = tl.constexpr(
     "{ .reg .b32 t; xor.b32 t, $5, 0x80808080; prmt.b32 $0, t, $4, 0x4000; prmt.b32 $1, t, $4, 0x5111; "
     "prmt.b32 $2, t, $4, 0x6222; prmt.b32 $3, t, $4, 0x7333; }"
 )
 # The way back, from the two upper bytes.
-_APART = tl.constexpr(
+APART = tl.constexpr(
     "{ .reg .b32 t, u, v; prmt.b32 t, $2, $3, 0x7362; prmt.b32 u, $4, $5, 0x7362; prmt.b32 $0, t, u, 0x7632; "
     "prmt.b32 v, t, u, 0x5410; xor.b32 $1, v, 0x80808080; }"
 )
@@ -97,7 +97,7 @@ def fast_fp8split8_add(p, low, scale, inverse, weight, delta, random):
     elif ASSEMBLY:
         a, b, c, d = apart4(both)
         hi, lo = tl.inline_asm_elementwise(
-            _APART, "=r,=r,r,r,r,r", [a, b, c, d], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+            APART, "=r,=r,r,r,r,r", [a, b, c, d], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
         )
     else:
         hi, lo = from_codes(both >> 24), from_codes((both >> 16) ^ 0x80)
@@ -113,7 +113,7 @@ def _beside(p, low):
     """Each code in the highest byte, its low word below."""
     if ASSEMBLY and p.dtype == tl.int32:
         a, b, c, d = tl.inline_asm_elementwise(
-            _BESIDE, "=r,=r,=r,=r,r,r", [p, low],
+            BESIDE, "=r,=r,=r,=r,r,r", [p, low],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
         )  # fmt: skip
         return beside4(a, b, c, d) - 0x800000

@@ -168,7 +168,13 @@ def _step_kernels(
     begin, add, end = (
         "".join(f"\n{' ' * by}{line}" for line in some)
         for by, some in (
-            (8, [*stats.begin(), *(f"all_peak = tl.zeros([{layout.rows}, {layout.block // 8}], tl.int32)" for _ in peaks)]),
+            (
+                8,
+                [
+                    *stats.begin(),
+                    *(f"all_peak = tl.zeros([{layout.rows}, {layout.block // 8}], tl.int32)" for _ in peaks),
+                ],
+            ),
             (20, [*stats.add(), *("all_peak = tl.maximum(all_peak, peak)" for _ in peaks)]),
             (8, [*stats.end(), *(_keep_largest() if peaks else [])]),
         )
