@@ -18,7 +18,7 @@ def bits(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), 0x7FC00000, x.view(torch.int32))
 
 
-@pytest.mark.parametrize("power", [-32, 0, 119])
+@pytest.mark.parametrize("power", [-32, 0, 7])
 def test_every_pair_of_words_is_read_alike(power: int) -> None:
     codes, low = torch.meshgrid(torch.arange(256), torch.arange(-128, 128), indexing="ij")
     codes, low = codes.reshape(-1).to(torch.uint8).view(torch.float8_e4m3fn), low.reshape(-1).to(torch.int8)
@@ -27,7 +27,7 @@ def test_every_pair_of_words_is_read_alike(power: int) -> None:
     assert torch.equal(bits(found), bits(from_words(codes, low, torch.tensor(2.0**power))))
 
 
-@pytest.mark.parametrize("power", [-32, -3, 119])
+@pytest.mark.parametrize("power", [-32, -3, 7])
 @pytest.mark.parametrize("count", [1, 1000, 3 * 1024, 200_001])
 def test_words_are_written_alike_of_numbers_of_every_size(power: int, count: int) -> None:
     generator = torch.Generator().manual_seed(count)

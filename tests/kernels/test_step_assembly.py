@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from narrowgauge.kernels._step._float8_weights import APART, BESIDE
+from narrowgauge.kernels._step._float8_weights import APART, BESIDE, UP
 from narrowgauge.kernels._step._floats import UPPER
 from narrowgauge.kernels._step._packing import BYTES, CUT, NUMBERS, OFFSETS, PACK, PACK_UPPER
 
@@ -76,6 +76,7 @@ def test_assembly_is_what_the_integers_say() -> None:
         beside = run(BESIDE.value, [packed, bits[0]], 4)
         lows = bits[0].to_bytes(4, "little")
         assert [b >> 16 for b in beside] == [code << 8 | byte ^ 0x80 for code, byte in zip(word, lows, strict=True)]
+        assert run(UP.value, [bits[0]], 1) == [bits[0] >> 8 & 0xFF00 | 0x800080]
         codes, low = (number.to_bytes(4, "little") for number in run(APART.value, bits, 2))
         assert list(codes) == [b >> 24 for b in bits]
         assert list(low) == [b >> 16 & 0xFF ^ 0x80 for b in bits]

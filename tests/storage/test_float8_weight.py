@@ -41,7 +41,7 @@ def nearest(p: Tensor) -> Tensor:
     return torch.full(p.shape, 128, dtype=torch.int64)
 
 
-@pytest.mark.parametrize("power", [-32, -9, 0, 100])
+@pytest.mark.parametrize("power", [-32, -9, 0, 7])
 def test_every_pair_of_words_is_the_number_of_its_pattern_and_comes_back(power: int) -> None:
     codes, low = every_pair()
     patterns = (codes.view(torch.uint8).long() & 0x7F) * 256 + low
@@ -99,12 +99,16 @@ def test_stochastic_rounding_is_right_on_average_and_between_neighbors(size: flo
         assert abs(float(moved.mean()) - share) < 2.0**-12 + 4 * math.sqrt(0.25 / len(x))
 
 
-@pytest.mark.parametrize("largest", [1e-30, 2.0**-25, 0.02, 0.0546875, 111.9, 112.0, 224.0, 3e38])
+@pytest.mark.parametrize("largest", [1e-30, 2.0**-25, 0.02, 0.0546875, 111.9, 112.0, 224.0, 28_000.0, 3e38])
 def test_the_scale_leaves_a_factor_of_two_above_the_largest(largest: float) -> None:
     scale = float(scale_for(torch.tensor(largest)))
     assert math.log2(scale) == int(math.log2(scale))
     codes = largest / scale
-    assert 112 <= codes < 224 or (scale == SMALLEST_SCALE and codes < 112) or (scale == 2.0**119 and codes < 1024)
+    assert (
+        112 <= codes < 224
+        or (scale == SMALLEST_SCALE and codes < 112)
+        or (scale == LARGEST_SCALE and largest > 28_672)
+    )
 
 
 def test_the_next_scale_puts_every_largest_code_between_112_and_224_unless_it_is_from_56() -> None:
@@ -132,7 +136,7 @@ def test_weights_that_grow_and_shrink_keep_twelve_bits() -> None:
     shape = torch.linspace(-1, 1, 999)
     p = Float8Weight.of(1e3 * shape)
     scales = set()
-    for size in (*(10.0**-n for n in range(-2, 7)), *(1e-6 * 2.0**n for n in range(30))):
+    for size in (*(10.0**-n for n in range(-2, 7)), *(1e-6 * 2.0**n for n in range(34))):
         wanted = size * shape
         weight = STORAGE.read(p, None)
         random = nearest(p)

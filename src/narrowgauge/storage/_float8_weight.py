@@ -18,8 +18,9 @@ Code 0 takes no negative low word, NaN takes none at all.
 [112, 224) codes, a factor of two below the largest code, 448. A step looks at the largest code that is there
 before it: beyond [56, 224], the new words have another scale, by which that code would be in (112, 224]. So a step
 need not know its new weights to choose a scale, and weights that shrink keep their digits. What grows beyond 448
-codes in one step ends there, and the next step doubles the scale. Scales are from 2^-32 to 2^119, above which 448
-codes would not be a float32. A tensor of zeros has 2^-8, and keeps it until a code is not zero.
+codes in one step ends there, and the next step doubles the scale. Scales are from 2^-32 to 2^7: the largest weight
+is 57,344, as of float16 it is 65,504, and larger ones become it. A tensor of zeros has 2^-8, and keeps it until a
+code is not zero.
 
 **Writes from outside** (`copy_`, a clamp, a loaded checkpoint) choose the scale anew and round to the nearest
 weight of twelve significant bits.
@@ -41,7 +42,7 @@ from torch.utils._pytree import tree_map
 
 from narrowgauge._torch_private import unsubclassed, written_arguments
 
-SMALLEST_SCALE, LARGEST_SCALE, SCALE_OF_ZEROS = 2.0**-32, 2.0**119, 2.0**-8
+SMALLEST_SCALE, LARGEST_SCALE, SCALE_OF_ZEROS = 2.0**-32, 2.0**7, 2.0**-8
 LARGEST_CODE = 448.0
 _NAN, _SIGN = 0x7F, 0x80
 _SPARE = 12  # bits of a float32's fraction beyond those of a weight
@@ -88,7 +89,7 @@ def next_scale(largest: Tensor, scale: Tensor) -> Tensor:
 
 def _power(exponent: Tensor) -> Tensor:
     """A power of two, within the bounds of scales."""
-    return bitwise_left_shift(exponent.clamp(-32, 119) + 127, 23).to(torch.int32).view(torch.float32)
+    return bitwise_left_shift(exponent.clamp(-32, 7) + 127, 23).to(torch.int32).view(torch.float32)
 
 
 def largest_of(x: Tensor) -> Tensor:
@@ -176,7 +177,7 @@ class Float8Weight(Tensor):
 
     Args:
         codes: float8_e4m3fn, dense; shared, not copied.
-        scale: float32, of one element on the same device: a power of two from 2^-32 to 2^119; copied.
+        scale: float32, of one element on the same device: a power of two from 2^-32 to 2^7; copied.
         low: int8 of the codes' shape and strides, shared; None for zeros.
 
     Raises:

@@ -16,6 +16,7 @@ from narrowgauge.kernels._step._packing import apart4, beside4, codes_of, from_c
 
 _UP = tl.constexpr(2.0**120)
 _DOWN = tl.constexpr(2.0**-120)
+_LARGEST = tl.constexpr(448 * 2.0**-120)
 _PATTERN = tl.constexpr(-0x78001000)  # sign, code and low word among a float32's bits
 _CODE = tl.constexpr(-0x78100000)  # sign and code
 # Four codes and four low words: each code above its low word, whose highest bit is flipped.
@@ -28,13 +29,15 @@ APART = tl.constexpr(
     "{ .reg .b32 t, u, v; prmt.b32 t, $2, $3, 0x7362; prmt.b32 u, $4, $5, 0x7362; prmt.b32 $0, t, u, 0x7632; "
     "prmt.b32 v, t, u, 0x5410; xor.b32 $1, v, 0x80808080; }"
 )
+# Half a code, eight random bits, and half of what they leave.
+UP = tl.constexpr("prmt.b32 $0, $1, 0x00800080, 0x5424;")
 
 
 @triton.jit
 def next_scale(largest, scale):
     octaves = -((118 - largest) >> 3)
     octaves = tl.where((largest == 0) | ((largest >= 102) & (largest <= 118)), 0, octaves)
-    exponent = tl.minimum(tl.maximum((bits_of(scale) >> 23) - 127 + octaves, -32), 119)
+    exponent = tl.minimum(tl.maximum((bits_of(scale) >> 23) - 127 + octaves, -32), 7)
     return float_of((exponent + 127) << 23)
 
 
@@ -50,7 +53,7 @@ def fp8split8_read(p, low, scale, inverse, KIND: tl.constexpr):
     bare = code & 0x7F
     offset = tl.where(bare == 0, tl.maximum(offset, 0), offset)
     sign = (code & 0x80) << 24
-    magnitude = float_of((bare << 20) + (offset << 12)) * _UP * scale
+    magnitude = float_of((bare << 20) + (offset << 12)) * (_UP * scale)
     return float_of(tl.where(bare == 0x7F, 0x7FC00000, bits_of(magnitude)) | sign)
 
 
@@ -73,7 +76,7 @@ def fp8split8_moved(p, low, scale, inverse, p_new, low_new, weight, KIND: tl.con
 
 @triton.jit
 def fast_fp8split8_read(p, low, scale, inverse):
-    return float_of((_beside(p, low) >> 4) & _PATTERN) * _UP * scale
+    return float_of((_beside(p, low) >> 4) & _PATTERN) * (_UP * scale)
 
 
 @triton.jit
@@ -102,10 +105,10 @@ def fast_fp8split8_add(p, low, scale, inverse, weight, delta, random):
     else:
         hi, lo = from_codes(both >> 24), from_codes((both >> 16) ^ 0x80)
     # How far all moved, and the code alone.
-    back = inverse_of(inverse)
-    stored = float_of(((both - 0x800000) >> 4) & _PATTERN) * _UP * back - weight
-    before = float_of((codes_of(p) << 24 >> 4) & _CODE) * _UP * scale
-    return hi, lo, stored, float_of((both >> 4) & _CODE) * _UP * back - before, updated, sizes
+    back = _UP * inverse_of(inverse)
+    stored = float_of(((both - 0x800000) >> 4) & _PATTERN) * back - weight
+    before = float_of((codes_of(p) << 24 >> 4) & _CODE) * (_UP * scale)
+    return hi, lo, stored, float_of((both >> 4) & _CODE) * back - before, updated, sizes
 
 
 @triton.jit
@@ -127,5 +130,9 @@ def _rounded(x, inverse, random):
 
     Half a code is added too, which rounds to the code, and flips the highest bit of the low word.
     """
-    magnitude = tl.minimum(tl.abs(x) * inverse, 448.0) * _DOWN
-    return (bits_of(magnitude) << 4) + ((random >> 8) & 0xFF00 | 0x800080).to(tl.int32)
+    magnitude = tl.minimum(tl.abs(x) * (inverse * _DOWN), _LARGEST)
+    if ASSEMBLY:
+        up = tl.inline_asm_elementwise(UP, "=r,r", [random], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        up = ((random >> 8) & 0xFF00 | 0x800080).to(tl.int32)
+    return (bits_of(magnitude) << 4) + up
