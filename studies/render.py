@@ -1,6 +1,6 @@
 """Draw the studies' tables and pictures from their committed results.
 
-    python -m studies.render            # rewrites docs/studies/*.md, docs/evidence.md, README.md and pictures
+    python -m studies.render            # rewrites docs/studies/*.md, evidence.md, start.md, README.md and pictures
     python -m studies.render --check    # only says whether the pages are what the results say
 
 A page marks what is drawn: `<!-- table: FILE.json NAME -->` ... `<!-- end -->` is a table of the study,
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 STUDIES = ROOT / "studies"
 MEASURED = ROOT / "benchmarks" / "results"
 PAGES = ROOT / "docs" / "studies"
-OTHERS = (ROOT / "README.md", ROOT / "docs" / "evidence.md")
+OTHERS = (ROOT / "README.md", ROOT / "docs" / "evidence.md", ROOT / "docs" / "start.md")
 NAMES = tuple(sorted(path.parent.name for path in STUDIES.glob("*/page.py")))
 TABLE = re.compile(r"(<!-- table: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SHOWN = re.compile(r"(<!-- picture: (\w+)\.png ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)

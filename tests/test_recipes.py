@@ -12,6 +12,7 @@ BYTES = {
     "fp32": 16, "bf16": 8, "collage-light": 10, "collage-plus": 12, "master": 16, "fp32-states": 12, "kahan": 10,
     "stochastic": 8, "split": 14, "split8": 13, "adamw8bit": 10 + 1 / 32, "adamw8bit-expansion": 8 + 1 / 32,
     "adamw8bit-split": 8 + 1 / 32, "adamw8bit-split8": 7 + 1 / 32, "adamw6bit-split8": 6.5 + 1 / 32,
+    "adamw8bit-split4": 6.5 + 1 / 32, "adamw6bit-split4": 6 + 1 / 32, "adamw6bit-stochastic": 5.5 + 1 / 32,
     "adamw4bit-split8": 6 + 3 / 64, "adamw8bit-dynamic": 10 + 1 / 32, "adamw8bit-dynamic-split8": 7 + 1 / 32,
     "stable-adamw": 16, "lion8bit": 9 + 1 / 64,
 }  # fmt: skip

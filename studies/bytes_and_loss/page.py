@@ -19,7 +19,7 @@ from matplotlib.transforms import Bbox
 
 from studies.shared import pictures
 from studies.shared.pictures import COLORS, INK, MUTED
-from studies.shared.tables import Results, apart, fill_in, left_out, machine, place_of, sizes, table
+from studies.shared.tables import Results, apart, fill_in, left_out, machine, per, place_of, sizes, table
 
 REFERENCE = "D"
 PACKAGES = ("bitsandbytes", "torchao", "flashoptim", "torch-optimi")
@@ -27,12 +27,21 @@ PACKAGES = ("bitsandbytes", "torchao", "flashoptim", "torch-optimi")
 SHORT = {
     "D": "`master`",
     "split8 + log8": "`adamw8bit-split8`",
-    "split8 + log4/log8": "`adamw6bit-split8`",
-    "split8 + 8bit": "`adamw8bit-dynamic-split8`",
+    "split4 + log8": "`adamw8bit-split4`",
+    "split4 + log4/log8": "`adamw6bit-split4`",
+    "stochastic + log4/log8": "`adamw6bit-stochastic`",
     "FlashAdamW": "FlashOptim's FlashAdamW",
     "bitsandbytes AdamW8bit": "bitsandbytes' AdamW8bit",
     "torchao AdamW8bit, stochastic": "torchao's AdamW8bit, stochastic rounding",
     "torchao AdamW4bit, stochastic": "torchao's AdamW4bit, stochastic rounding",
+}
+# Of the page Start: rows, and what each is for.
+CHOICE = {
+    "split8 + log8": "everything; fp32's training",
+    "split4 + log8": "everything; nearly the same training",
+    "split4 + log4/log8": "fine-tuning; from scratch another training, with a lower loss",
+    "stochastic + log4/log8": "training from scratch; fine-tuning ends a little higher",
+    "stochastic + log4": "where nothing else fits",
 }
 # Family: its color and marker. New storages stand out, whatever their weights.
 LOOKS = {
@@ -133,16 +142,36 @@ def rows(results: Results) -> str:
     )
 
 
-def short(results: Results) -> str:
-    """Few rows, fewer columns: for the front page."""
-    by_name = {row.name: row for row in found(results)}
+def short(results: Results, tuned: Results) -> str:
+    """Few rows, fewer columns: for the front page. From scratch, and fine-tuning."""
+    by_name, by_name_tuned = ({row.name: row for row in found(each)} for each in (results, tuned))
     return table(
         [by_name[name] for name in SHORT],
         ("optimizer", lambda row: SHORT[row.name]),
         ("what is kept", "title"),
         ("bytes", "bytes", ".2f"),
         ("loss − that of `master`", lambda row: "–" if row.name == REFERENCE else _difference(row)),
+        (
+            "fine-tuning",
+            lambda row: "–" if row.name == REFERENCE else _difference(by_name_tuned.get(row.name)),
+        ),
         words=2,
+    )
+
+
+def choice(*runs: Results) -> str:
+    """Which bytes to take: rows of `CHOICE`, their loss minus D's under the setting of each file."""
+    every = [{row.name: row for row in found(results)} for results in runs]
+    return table(
+        CHOICE,
+        ("bytes", lambda name: every[0][name].formula, ".2f"),
+        ("take", lambda name: SHORT.get(name, f"`{name}`")),
+        *(
+            (f"{results['training']['model']}, {_what(results)}", lambda name, each=each: _difference(each[name]))
+            for results, each in zip(runs, every, strict=True)
+        ),
+        ("for", CHOICE.__getitem__),
+        words="rl" + "r" * len(runs) + "l",
     )
 
 
@@ -160,6 +189,43 @@ def anchors(*runs: Results) -> str:
         ("`split + log8` − D", lambda each: _difference(each.get("split + log8"))),
         ("`split + 8bit` − D", lambda each: _difference(each.get("split + 8bit"))),
     )
+
+
+def rates(*runs: Results) -> str:
+    """Every row under the setting of each file: loss minus D's, and how much of that the last third made."""
+    every = [{row.name: row for row in found(results)} for results in runs]
+    names = [row.name for row in found(runs[0]) if all(row.name in each for each in every)]
+
+    def last_third(results: Results, name: str) -> str:
+        by_row = {
+            row: {
+                run["seed"]: run["validation_loss"] - run["earlier_loss"]
+                for run in results["runs"]
+                if run["row"] == row and run.get("earlier_loss") is not None and run["validation_loss"] is not None
+            }
+            for row in (name, REFERENCE)
+        }
+        both = by_row[name].keys() & by_row[REFERENCE].keys()
+        return f"{statistics.fmean(by_row[name][s] - by_row[REFERENCE][s] for s in both):+.4f}" if both else ""
+
+    return table(
+        names,
+        ("row", lambda name: f"`{name}`" if every[0][name].family == "ours" else name),
+        ("bytes", lambda name: every[0][name].bytes, ".2f"),
+        *per(
+            range(len(runs)), lambda number: f"{_what(runs[number])}: ",
+            ("loss − D", lambda number, name: "–" if name == REFERENCE else _difference(every[number][name])),
+            ("last third", lambda number, name: "" if name == REFERENCE else last_third(runs[number], name)),
+        ),
+    )  # fmt: skip
+
+
+def _what(results: Results) -> str:
+    """A setting in a few words."""
+    training = results["training"]
+    trained = training.get("trained", 0)
+    share = training["lr"] / training["trained_lr"] if trained else 1.0
+    return f"fine-tuning, 1/{round(1 / share)} of the rate" if trained else "from scratch"
 
 
 def _difference(row: Found | None) -> str:
@@ -181,9 +247,18 @@ def _origin(results: Results) -> str:
         "`{command}`: {sizes}, {training[steps]} steps of {tokens:,} tokens on {data[source]} "
         "({data[train_tokens]:,} tokens, vocabulary {training[vocabulary]:,}), learning rate {training[lr]:g} "
         "after {training[warmup]} steps, falling to {training[final]:g} of it, weight decay "
-        "{training[weight_decay]:g}, gradients' norm at most {training[clip]:g}; {where}. {left}",
-        sizes=sizes(results), where=", ".join([machine(results), *peers]), left=left_out(results),
+        "{training[weight_decay]:g}, gradients' norm at most {training[clip]:g}{before}; {where}. {left}",
+        sizes=sizes(results), before=_before(results), where=", ".join([machine(results), *peers]),
+        left=left_out(results),
     )  # fmt: skip
+
+
+def _before(results: Results) -> str:
+    """What the model had been through."""
+    training = results["training"]
+    if not training.get("trained"):
+        return ""
+    return ", after {trained:,} steps of AdamW in fp32 at {trained_lr:g} that fell to 0".format(**training)
 
 
 def facts(results: Results) -> dict[str, str]:
@@ -297,5 +372,5 @@ def _free(
     return box, shift
 
 
-TABLES = {"rows": rows, "short": short, "anchors": anchors, "origins": origins}
+TABLES = {"rows": rows, "short": short, "anchors": anchors, "origins": origins, "rates": rates, "choice": choice}
 PICTURES = {"": bytes_against_loss}

@@ -71,6 +71,7 @@ MOVED = {
     "AdamW 8bit": 10.0625, "AdamW 8bit, skip": 12.0625, "AdamW 8bit, split8": 12.0625, "AdamW 8bit, split": 14.0625,
     "AdamW 8bit, split8, skip": 14.0625, "AdamW 8bit, split, skip": 16.0625, "AdamW 8bit, expansion": 14.0625,
     "AdamW log8, skip": 12.0625, "AdamW log8": 10.0625, "AdamW log8, split8": 12.0625, "AdamW fp8": 10.0625,
+    "AdamW log8, fp8split8": 10.0625,
     "recipe adamw8bit-split8": 14.0625, "Collage-light": 18, "Collage-plus": 22, "AdamW bf16": 14,
     "AdamW fp32 states": 22, "AdamW fp32": 28, "torch AdamW fused, fp32": 28, "torch AdamW fused, bf16": 14,
     "StableAdamW 8bit": 10.0625 + 2 + 1.015625, "StableAdamW bf16": 14 + 2 + 2, "StableAdamW fp32": 28 + 4 + 4,

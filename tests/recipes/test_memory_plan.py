@@ -43,6 +43,7 @@ BY_HAND = {
     "adamw8bit-split": (2 * N, 2 * N, 2 * LOG8),
     "adamw8bit-split8": (2 * N, N, 2 * LOG8),
     "adamw6bit-split8": (2 * N, N, M_LOG4 + LOG8),
+    "adamw8bit-split4": (2 * N, N // 2, 2 * LOG8),
     "adamw6bit-split4": (2 * N, N // 2, M_LOG4 + LOG8),
     "adamw6bit-stochastic": (2 * N, 0, M_LOG4 + LOG8),
     "adamw4bit-split8": (2 * N, N, M_LOG4 + LOG4),

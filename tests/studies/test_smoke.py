@@ -44,7 +44,7 @@ LONG = (
 )  # fmt: skip
 # Tables that need more than a check makes: several seeds or devices, every part, every row.
 LARGER = {
-    "bytes_and_loss": {"short"},
+    "bytes_and_loss": {"short", "choice"},
     "collage_training": {"reading"},
     "eight_bit_adam": {"repeats"},
     "state_codecs": set(render.page_of("state_codecs").TABLES) - {"origin"},

@@ -35,6 +35,7 @@ _RECIPES = (
     Recipe("adamw8bit-expansion", "bf16 weights as expansions, 8-bit states", _BF16, "expansion", "log8"),
     Recipe("adamw8bit-split", "bf16 + int16 words (exact fp32 weights), 8-bit states", _BF16, "split", "log8"),
     Recipe("adamw8bit-split8", "bf16 + int8 words (24-bit weights), 8-bit states", _BF16, "split8", "log8"),
+    Recipe("adamw8bit-split4", "bf16 + 4-bit words, 8-bit states", _BF16, "split4", "log8"),
     Recipe("adamw6bit-split8", "bf16 + int8 words, m in 4 bits, v in 8", _BF16, "split8", _MIXED),
     Recipe("adamw6bit-split4", "bf16 + 4-bit words, m in 4 bits, v in 8", _BF16, "split4", _MIXED),
     Recipe("adamw6bit-stochastic", "bf16 rounded stochastically, m in 4 bits, v in 8", _BF16, "stochastic", _MIXED),

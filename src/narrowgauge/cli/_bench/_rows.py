@@ -20,6 +20,7 @@ from torch import nn
 
 from narrowgauge import optim, recipes
 from narrowgauge.cli._files import UsageError
+from narrowgauge.storage import Float8Weight
 
 _FP32, _BF16 = torch.float32, torch.bfloat16
 _OPTIM, _BITSANDBYTES = optim.__name__, "bitsandbytes.optim"
@@ -94,6 +95,14 @@ def apply_recipe(parameters: list[nn.Parameter], name: str) -> torch.optim.Optim
     return recipes.get(name).apply(nn.ParameterList(parameters), decay_all=True)
 
 
+def adamw_of_codes(parameters: list[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+    """AdamW over the same weights as codes of float8, with the same gradients."""
+    weights = [nn.Parameter(Float8Weight.of(p)) for p in parameters]
+    for weight, p in zip(weights, parameters, strict=True):
+        weight.grad = p.grad
+    return optim.AdamW(weights, **options)
+
+
 def _ours(
     name: str, what: str, optimizer: str = "AdamW", dtype: torch.dtype = _BF16, before: tuple[str, ...] = (),
     **options: Any,
@@ -164,6 +173,10 @@ _ROWS = (
         *(each for row in _WIDER for each in (row, _skipping(row))),
         _gauged(_WIDER[1]),
         _ours("AdamW log8, split8", "24-bit weights, logarithmic states", states="log8", weights="split8"),
+        Row(
+            "AdamW log8, fp8split8", "12-bit weights, their codes float8", _BF16, __name__, adamw_of_codes.__name__,
+            {"lr": 1e-3, "nonfinite": "propagate", "states": "log8"},
+        ),
         Row(
             "recipe adamw8bit-split8", "24-bit weights, log8, nonfinite='skip'", _BF16, __name__,
             apply_recipe.__name__, {"name": "adamw8bit-split8"}, _GRAD,

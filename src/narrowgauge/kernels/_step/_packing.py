@@ -219,6 +219,29 @@ def offsets_of(words):
 
 
 @triton.jit
+def flipped_nibbles(words):
+    """Words of 4 bits with their highest bits flipped, each in bits 12 to 15; other bits are anything."""
+    if words.dtype != tl.int32:
+        pairs = words.to(tl.int32) ^ 0x88
+        return beside2(pairs << 12, pairs << 8)
+    else:
+        w = words ^ -0x77777778
+        even = beside4(w << 12, w << 4, w >> 4, w >> 12)
+        return beside2(even, beside4(w << 8, w, w >> 8, w >> 16))
+
+
+@triton.jit
+def from_flipped_nibbles(bits, like):
+    """What `flipped_nibbles` reads, from bits 12 to 15 of each; eight in 32 bits where `like` has them so."""
+    first, second = apart2(bits)
+    pairs = ((first >> 12) & 0xF) | ((second >> 8) & 0xF0)
+    if like.dtype == tl.int32:
+        return from_codes(pairs) ^ -0x77777778
+    else:
+        return (pairs ^ 0x88).to(tl.uint8)
+
+
+@triton.jit
 def numbers_of(words):
     """Bytes in two's complement as floats.
 

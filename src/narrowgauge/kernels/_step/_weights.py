@@ -14,11 +14,11 @@ import triton.language as tl
 
 from narrowgauge.kernels._step._floats import INFINITY, bits_of, float_of, narrow, widen
 from narrowgauge.kernels._step._packing import (
-    as_words,
     beyond_half,
     bf16_as,
-    codes_of,
     cut_words,
+    flipped_nibbles,
+    from_flipped_nibbles,
     from_uppers,
     halves_of,
     offsets_of,
@@ -195,20 +195,21 @@ def split4_add(p, codes, weight, delta, random, KIND: tl.constexpr):
 
 @triton.jit
 def fast_split4_read(p, low):
-    return float_of(uppers(p) + _offsets_of_codes(codes_of(low, 4)))
+    # With its highest bit flipped a low word is 2^15 more, and lies in bits where the parameter has zeros.
+    return float_of(((flipped_nibbles(low) & 0xF000) | uppers(p)) - 0x8000)
 
 
 @triton.jit
 def fast_split4_add(p, low, weight, delta, random):
     updated = weight + delta
-    bits = _rounded_to_20(updated, random)
-    both = bits + 0x8000
+    # Half a unit of the parameter more: the bits of hi, and of the flipped low word. What is below does not count.
+    both = bits_of(updated) + (((random >> 12) & 0xFF0).to(tl.int32) + 0x8008)
     if p.dtype == tl.int32:
         hi = from_uppers(both)
     else:
         hi = (both >> 16).to(tl.int16)
-    low_new = as_words((bits >> 12) & 0xF, 4, low.dtype == tl.int32)
-    return hi, low_new, float_of(bits) - weight, float_of(both & -0x10000) - float_of(uppers(p)), updated
+    stored = float_of((both - 0x8000) & -0x1000) - weight
+    return hi, from_flipped_nibbles(both, low), stored, float_of(both & -0x10000) - float_of(uppers(p)), updated
 
 
 @triton.jit
@@ -220,7 +221,7 @@ def _offsets_of_codes(codes):
 @triton.jit
 def _rounded_to_20(x, random):
     """The bits of x, rounded stochastically to the upper 20 by the lower eight of 16 random bits."""
-    return (bits_of(x) + ((random >> 12) & 0xFF0 | 8).to(tl.int32)) & -0x1000
+    return (bits_of(x) + (((random >> 12) & 0xFF0).to(tl.int32) + 8)) & -0x1000
 
 
 @triton.jit
