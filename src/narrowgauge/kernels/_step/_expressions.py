@@ -178,8 +178,9 @@ def _scales() -> list[str]:
         f"scale_at = tl.load(row + {AT['scale']}).to(tl.pointer_type(tl.float32))",
         "scale = tl.load(scale_at)",
         "new_scale = next_scale(tl.load(scale_at + 1).to(tl.int32), scale)",
-        "tl.store(scale_at, new_scale, mask=taken > 0)",
-        "tl.store(scale_at + 1, 0.0, mask=taken > 0)",
+        "if ADVANCE:",
+        "    tl.store(scale_at, new_scale, mask=taken > 0)",
+        "    tl.store(scale_at + 1, 0.0, mask=taken > 0)",
     ]
 
 
