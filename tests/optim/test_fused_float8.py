@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed: kernels cannot ru
 from fused_runs import kept
 from test_fused_weights import Move
 
+from narrowgauge.optim import SGD
 from narrowgauge.rules import Slot
 from narrowgauge.storage import Float8Weight
 
@@ -80,3 +81,31 @@ def test_scales_grow_and_shrink_each_by_its_own_tensor(device: str) -> None:
         grads.append((torch.randn(weight.shape, generator=generator) * size).to(device))
     scales = compared([weight.to(device) for weight in weights], grads)
     assert len(set(scales)) > 8
+
+
+@pytest.mark.usefixtures("kernels")
+def test_codes_at_odd_addresses_and_a_view_of_a_weight(device: str) -> None:
+    """Words one by one; and what is not the whole weight, whose scale it shares, is stepped eagerly."""
+    codes, low = (x.to(device) for x in words(3001))
+    codes[(codes & 0x7F) == 0x7F] = 3
+    scale = torch.tensor(0.5, device=device)
+    ends = []
+    for backends in (("triton",), ()):
+        weight = Float8Weight(codes.clone()[1:].view(torch.float8_e4m3fn), scale, low.clone()[1:])
+        p = torch.nn.Parameter(weight)
+        optimizer = SGD([p], lr=1.0)
+        optimizer._engine.backends = backends
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            p.grad = torch.randn(p.shape, generator=generator).to(torch.bfloat16).to(device)
+            optimizer.step()
+        path = optimizer.describe().rows[0].path
+        assert path.startswith("fused") == bool(backends)
+        ends.append([p.codes.view(torch.uint8), p.low, p.numbers])
+    assert all(map(torch.equal, *ends))
+    part = torch.nn.Parameter(Float8Weight(codes.view(torch.float8_e4m3fn), scale, low)[100:200])
+    optimizer = SGD([part], lr=1.0)
+    part.grad = torch.ones_like(part)
+    optimizer.step()
+    assert optimizer.describe().rows[0].why == "not fused: not whole and contiguous"
+    assert float(part.largest) == float((part._words.codes.view(torch.uint8) & 0x7F).max())

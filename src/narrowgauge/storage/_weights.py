@@ -59,7 +59,7 @@ class WeightStorage:
         dtypes: parameter dtypes it takes.
         key: name of the low word, or None if there is none.
         rounded: whether it has the arithmetic of `operand` and `add_rounded`.
-        float8: whether the parameter is a `Float8Weight`, whose scale depends on all elements.
+        float8: whether the parameter is a `Float8Weight`, which has the low word itself.
         random_bits: how many random bits an element `noise` gives, 32 or 8.
     """
 
