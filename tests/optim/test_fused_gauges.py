@@ -111,11 +111,13 @@ def test_sums_are_those_of_the_eager_path(
     compare(device, name, weights, states, dtype, options)
 
 
-@pytest.mark.parametrize(("weights", "states"), [("plain", "8bit"), ("split8", "log8"), ("kahan", "bf16")])
+@pytest.mark.parametrize(
+    ("weights", "states"), [("plain", "8bit"), ("split8", "log8"), ("kahan", "bf16"), ("fp8split8", "log8")]
+)
 def test_measuring_changes_no_bit(weights: str, states: str, device: str) -> None:
     ends = []
     for gauges in (False, True):
-        ps = parameters(SHAPES, torch.bfloat16, device)
+        ps = parameters(SHAPES, torch.bfloat16, device, weights=weights)
         optimizer = optim.AdamW(ps, weights=weights, states=states, min_quantized_size=0)
         optimizer.gauges = gauges
         generator = torch.Generator().manual_seed(5)
@@ -125,6 +127,7 @@ def test_measuring_changes_no_bit(weights: str, states: str, device: str) -> Non
             optimizer.step()
         assert len(optimizer.last_stats) == gauges * len(SHAPES)
         ends.append([t.detach() for p in ps for t in (p, *optimizer.state[p].values())])
+        ends[-1] += optimizer.full_weights().values()
     assert all(map(torch.equal, *ends))
 
 

@@ -33,9 +33,11 @@ def change_class(p: Tensor, plan: ParamPlan, state: State, target: WeightStorage
         raise ValueError(f"weights must not be changed to or from 'fp8split8' of a sharded parameter ({plan.name})")
     former, before = p.detach(), dict(state)
     whole = plan.weight.exact(p, state.get(plan.weight_key or "")).to(torch.float32)
-    hi: Tensor = Float8Weight.of(whole)
-    low: Tensor | None = None
-    if not target.float8:
+    hi: Tensor
+    low: Tensor | None
+    if target.float8:
+        hi, low = Float8Weight.of(whole), None
+    else:
         hi = whole.to(plan.dtype)
         hi, low = target.add(
             hi, target.init(hi), whole, torch.zeros_like(whole), lambda: _nearest(whole, target.random_bits)
