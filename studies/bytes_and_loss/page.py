@@ -309,6 +309,27 @@ def bytes_against_loss(results: Results) -> Figure:
     return figure
 
 
+def few_bytes(results: Results) -> Figure:
+    """The rows below 8 bytes on a linear scale, each with its seeds."""
+    rows = [row for row in found(results) if row.mean is not None and (row.bytes or 8.0) < 7.5]
+    figure, axis = pictures.figure(12.5, 6.4)
+    axis.axhline(0, color=MUTED, linewidth=1)
+    named = set()
+    for row in rows:
+        name, marker = LOOKS[_family(row)]
+        ends = min(row.differences), max(row.differences)
+        axis.plot([row.bytes] * 2, ends, color=COLORS[name], linewidth=1.6, alpha=0.7)
+        label = None if _family(row) in named else _family(row)
+        axis.plot([row.bytes], [row.mean], marker, color=COLORS[name], markersize=8, label=label, linestyle="none")
+        named.add(_family(row))
+    axis.set_xlim(4.8, 8.0)
+    axis.set_xlabel("bytes a parameter: weight, gradient, and what the optimizer keeps")
+    axis.set_ylabel(f"validation loss − that of {REFERENCE}, nats a token")
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, handletextpad=0.3)
+    _labels(figure, axis, rows)
+    return figure
+
+
 def _family(row: Found) -> str:
     """The family that a row is drawn as."""
     if row.family != "ours":
@@ -373,4 +394,4 @@ def _free(
 
 
 TABLES = {"rows": rows, "short": short, "anchors": anchors, "origins": origins, "rates": rates, "choice": choice}
-PICTURES = {"": bytes_against_loss}
+PICTURES = {"_few": few_bytes, "": bytes_against_loss}

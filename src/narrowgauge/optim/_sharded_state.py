@@ -72,7 +72,7 @@ def is_factor(key: str) -> bool:
 
 
 def with_single_words(state: Mapping[str, Any], shape: Sequence[int]) -> Mapping[str, Any]:
-    """The state of a parameter of this shape; low words of two a byte become int8 in this shape, as of `split8`."""
+    """A state whose 4-bit low words became those of `split8`: int8 in the shape of the parameter, `shape`."""
     pairs, whole = state.get(LOW_CODES), torch.Size(shape)
     if pairs is None or (pairs.dtype == torch.int8 and pairs.shape == whole):
         return state
