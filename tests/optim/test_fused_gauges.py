@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed: kernels cannot ru
 from fused_runs import parameters
 from test_dispatch import Pair
 
+from float8_parameters import PLAIN_STORAGES
 from narrowgauge import optim
 from narrowgauge.kernels import _cuda_graphs
 from narrowgauge.kernels._step import _launch, _stats
@@ -230,7 +231,7 @@ def test_a_graph_tells_of_its_last_replay(device: str, monkeypatch: pytest.Monke
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("weights", "states", "clip"), cases(weight_storages(), state_storages(), (False, True)), ids=str
+    ("weights", "states", "clip"), cases(PLAIN_STORAGES, state_storages(), (False, True)), ids=str
 )
 def test_every_storage_on_a_gpu(weights: str, states: str, clip: bool) -> None:
     """Long enough for all paths; of a thousand elements one may be rounded to the other side."""
