@@ -12,7 +12,7 @@ fraction, which has twelve significant bits:
     pattern = (code << 8) + low          low in [-128, 127], in 1/256 of the spacing at the weight
 
 Rounding a pattern to its upper bits (halves away from zero) gives the code, and what is left over is the low word.
-Code 0 takes no negative low word, NaN takes none at all.
+Code 0 has no negative low word, NaN has none at all.
 
 **The scale** is the value of the code 1. A write from outside chooses it so that the largest magnitude lies in
 [112, 224) codes, a factor of two below the largest code, 448. A step looks at the largest code that is there
