@@ -87,3 +87,12 @@ def test_split8_words_become_the_nearest_that_leave_the_bf16_alone() -> None:
     found = to_bytes(to_nibbles(lo), lo.shape).short()
     assert ((found - lo.short()).abs() <= 8 + 8 * (lo.short() > 119)).all()
     assert found.max() == 112
+
+
+def test_the_bits_that_v_leaves_over_hardly_depend_on_how_v_was_rounded() -> None:
+    """All 16-bit numbers: whether one rounds v up, given its lower byte, is as likely as without, to a 256th."""
+    random = torch.arange(1 << 16)
+    for share in (1, 255, 256, 30_000, 65_535):
+        up = random >= (1 << 16) - share
+        given_the_byte = up.view(256, 256).double().mean(0)
+        assert ((given_the_byte - share / (1 << 16)).abs() <= 1 / 256).all()
