@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from narrowgauge.storage import weight_storage
+from narrowgauge.storage import StateContext, state_storage, weight_storage
 from narrowgauge.storage._weights import join, to_bytes, to_nibbles
 
 SPLIT4 = weight_storage("split4")
@@ -90,9 +90,13 @@ def test_split8_words_become_the_nearest_that_leave_the_bf16_alone() -> None:
 
 
 def test_the_bits_that_v_leaves_over_hardly_depend_on_how_v_was_rounded() -> None:
-    """All 16-bit numbers: whether one rounds v up, given its lower byte, is as likely as without, to a 256th."""
-    random = torch.arange(1 << 16)
-    for share in (1, 255, 256, 30_000, 65_535):
-        up = random >= (1 << 16) - share
-        given_the_byte = up.view(256, 256).double().mean(0)
-        assert ((given_the_byte - share / (1 << 16)).abs() <= 1 / 256).all()
+    """`log8` with all 16-bit numbers: it rounds up as often beside each lower byte as without, to a 256th."""
+    random = torch.cat([torch.arange(1 << 16), torch.zeros(2)]).to(torch.int32)
+    for x in (1.0003, 1.01, 1.3, 1.7001):
+        moment = torch.cat([torch.full((1 << 16,), x), torch.tensor([1e-6, 2.0])])  # and the ends of the range
+        context = StateContext(moment.shape, False, moment.numel())
+        codes = state_storage("log8").encode(moment, context, random)["codes"][: 1 << 16].int()
+        up = (codes > codes.min()).view(256, 256).double()
+        assert 0 < up.mean() < 1
+        assert codes.max() - codes.min() == 1
+        assert ((up.mean(0) - up.mean()).abs() <= 1 / 256).all()
