@@ -72,6 +72,7 @@ class Found:
     differences: list[float]  # from the reference at the same seed, where both are there
     diverged: int  # how many seeds did
     failed: str | None  # why there is no number; None if there is one
+    reference: str  # the row that losses are compared with
 
     @property
     def mean(self) -> float | None:
@@ -95,14 +96,16 @@ def found(results: Results, setting: int = 0) -> list[Found]:
         if not mine and not reasons:
             continue
         losses = [run["validation_loss"] for run in mine if run["validation_loss"] is not None]
+        reference = row.get("reference", REFERENCE)
         rows.append(Found(
             **{key: row[key] for key in ("name", "title", "family", "formula")},
             bytes=statistics.fmean(run["bytes"]["total"] for run in mine) if mine else None,
             gradient=mine[0]["bytes"]["gradients"] if mine else 0.0,
             losses=losses,
-            differences=apart(mine, [run for run in ended if run["row"] == REFERENCE]),
+            differences=apart(mine, [run for run in ended if run["row"] == reference]),
             diverged=sum(run["diverged"] for run in mine),
             failed=None if mine else reasons[0],
+            reference=reference,
         ))  # fmt: skip
     return sorted(rows, key=lambda row: -(row.bytes or 0.0))
 
@@ -192,30 +195,29 @@ def anchors(*runs: Results) -> str:
 
 
 def rates(*runs: Results) -> str:
-    """Every row under the setting of each file: loss minus D's, and how much of that the last third made."""
-    every = [{row.name: row for row in found(results)} for results in runs]
-    names = [row.name for row in found(runs[0]) if all(row.name in each for each in every)]
+    """Every row under the setting of each file: loss minus its reference's, and the last third's part of that."""
+    every = [{row.name: row for row in found(results) if row.mean is not None} for results in runs]
+    rows = {name: row for each in reversed(every) for name, row in each.items()}  # of the first file that has it
 
-    def last_third(results: Results, name: str) -> str:
-        by_row = {
-            row: {
-                run["seed"]: run["validation_loss"] - run["earlier_loss"]
-                for run in results["runs"]
-                if run["row"] == row and run.get("earlier_loss") is not None and run["validation_loss"] is not None
-            }
-            for row in (name, REFERENCE)
-        }
-        both = by_row[name].keys() & by_row[REFERENCE].keys()
-        return f"{statistics.fmean(by_row[name][s] - by_row[REFERENCE][s] for s in both):+.4f}" if both else ""
+    def difference(number: int, row: Found) -> str:
+        return "–" if row.name == row.reference else _difference(every[number].get(row.name))
 
+    def last_third(number: int, row: Found) -> str:
+        ended = [run for run in runs[number]["runs"] if run.get("earlier_loss") and run["validation_loss"]]
+        gained = [run | {"gained": run["validation_loss"] - run["earlier_loss"]} for run in ended]
+        mine, other = ([run for run in gained if run["row"] == name] for name in (row.name, row.reference))
+        values = apart(mine, other, "gained") if row.name != row.reference else []
+        return f"{statistics.fmean(values):+.4f}" if values else ""
+
+    reference = next(iter(rows.values())).reference
     return table(
-        names,
-        ("row", lambda name: f"`{name}`" if every[0][name].family == "ours" else name),
-        ("bytes", lambda name: every[0][name].bytes, ".2f"),
+        sorted(rows.values(), key=lambda row: -(row.bytes or 0.0)),
+        ("row", lambda row: f"`{row.name}`" if row.family == "ours" else row.name),
+        ("bytes", "bytes", ".2f"),
         *per(
             range(len(runs)), lambda number: f"{_what(runs[number])}: ",
-            ("loss − D", lambda number, name: "–" if name == REFERENCE else _difference(every[number][name])),
-            ("last third", lambda number, name: "" if name == REFERENCE else last_third(runs[number], name)),
+            ("loss − D" if reference == REFERENCE else "loss − the first row's", difference),
+            ("last third", last_third),
         ),
     )  # fmt: skip
 

@@ -8,6 +8,10 @@ questions first:
     2 peers     other libraries' optimizers on the same bf16 weights, as they come
     3           the anchors once more under other settings: no row of its own
     4 rest      every other recipe of the library
+    5 float8    linear layers that multiply in float8, over fp32 masters and over float8 weights
+
+Rows are compared with D; those with float8 layers with `FLOAT8_REFERENCE`, because what float8 multiplies cost is
+not what is asked here.
 
 A row whose storage this version of the library does not know is left out. A peer that is not installed stays,
 and is reported as that. Peers get the learning rate, betas, eps and decay of everybody else; all else is their
@@ -28,8 +32,10 @@ from narrowgauge import recipes
 from narrowgauge.recipes import Recipe
 from narrowgauge.storage import mark_states, state_storages
 
-ANCHORS, LOW, PEERS, VARIATIONS, REST = range(5)
+ANCHORS, LOW, PEERS, VARIATIONS, REST, FLOAT8 = range(6)
 REFERENCE = "D"
+FLOAT8_PLAN = "TENSORWISE_FP8"
+FLOAT8_REFERENCE = "float8 layers, D"
 _BF16 = torch.bfloat16
 Options = Mapping[str, Any]
 Maker = Callable[[list[nn.Parameter], Options], torch.optim.Optimizer]
@@ -43,6 +49,11 @@ class Row:
     title: str  # what is kept, in a line
     tier: int  # when it is run
     family: str  # ``"ours"``, or the peer's package
+
+    @property
+    def reference(self) -> str:
+        """The row that its losses are compared with."""
+        return FLOAT8_REFERENCE if self.tier == FLOAT8 else REFERENCE
 
     def refusal(self) -> str | None:
         """Why it cannot be run here; None if it can."""
@@ -138,6 +149,7 @@ def _named(tier: int, name: str) -> Ours:
 _EXACT = "bf16 + int16 words (exact fp32 weights), "
 _SPLIT8 = "bf16 + int8 words (24-bit weights), "
 _SPLIT4 = "bf16 + 4-bit words (20-bit weights), "
+_FP8SPLIT8 = "float8 + int8 words (12-bit weights), "
 _STOCHASTIC = "bf16 rounded stochastically, "
 _PEERS = (
     Peer("FlashAdamW", "24-bit weights, companded 8-bit states", PEERS, "flashoptim", _flashoptim),
@@ -187,6 +199,15 @@ def rows() -> tuple[Row, ...]:
     ]  # fmt: skip
     there = {_kept(row.recipe) for row in found if row.block_size == 256 and not row.embeddings}
     found += [_named(REST, name) for name in recipes.names() if _kept(recipes.get(name)) not in there]
+    found += [
+        Ours(name, title, FLOAT8, "ours", Recipe(name, title, _BF16, weights, states, linear=FLOAT8_PLAN))
+        for name, weights, states, title in (
+            (FLOAT8_REFERENCE, "master", "fp32", "bf16 with fp32 master weights and fp32 states"),
+            ("float8 layers, split8 + log8", "split8", "log8", _SPLIT8 + "logarithmic 8-bit states"),
+            ("fp8split8 + log8", "fp8split8", "log8", _FP8SPLIT8 + "logarithmic 8-bit states"),
+            ("fp8split8 + log4/log8", "fp8split8", mixed, _FP8SPLIT8 + "m in 4 bits, v in 8"),
+        )
+    ]
     known = set(state_storages())
     return tuple(sorted((*(row for row in found if _names(row) <= known), *_PEERS), key=lambda row: row.tier))
 

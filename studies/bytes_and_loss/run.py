@@ -29,7 +29,7 @@ import typer
 from narrowgauge.trainers import parameter_count
 from studies.bytes_and_loss import rows as bytes_rows
 from studies.bytes_and_loss import training as bytes_training
-from studies.bytes_and_loss.rows import ANCHORS, PEERS, REFERENCE, REST, Row
+from studies.bytes_and_loss.rows import ANCHORS, FLOAT8, PEERS, REFERENCE, REST, Row
 from studies.bytes_and_loss.training import Setting
 from studies.shared import options
 from studies.shared.language import start_of
@@ -51,7 +51,7 @@ def tasks(rows: Sequence[Row], settings: Sequence[Setting], seeds: int) -> list[
     """All trainings, the most important first: by tier, in a tier by seed, variations before the rest."""
     first = [
         Task(row.name, 0, seed)
-        for tier, seed in itertools.product((*range(ANCHORS, PEERS + 1), REST), range(seeds))
+        for tier, seed in itertools.product((*range(ANCHORS, PEERS + 1), REST, FLOAT8), range(seeds))
         for row in rows
         if row.tier == tier
     ]
@@ -61,7 +61,7 @@ def tasks(rows: Sequence[Row], settings: Sequence[Setting], seeds: int) -> list[
         for row in rows
         if row.tier == ANCHORS
     ]
-    rest = {row.name for row in rows if row.tier == REST}
+    rest = {row.name for row in rows if row.tier >= REST}
     return [t for t in first if t.row not in rest] + varied + [t for t in first if t.row in rest]
 
 
@@ -135,7 +135,14 @@ def main(
         "data": {"source": data.name if data else source, "train_tokens": len(text.train)},
         "parameters": {s.model: parameter_count(start_of(s.model, s.vocabulary, s.sequence, 0)) for s in settings},
         "rows": [
-            {"name": r.name, "title": r.title, "tier": r.tier, "family": r.family, "formula": r.formula()}
+            {
+                "name": r.name,
+                "title": r.title,
+                "tier": r.tier,
+                "family": r.family,
+                "formula": r.formula(),
+                "reference": r.reference,
+            }
             for r in rows
         ],
         "rates": [[lr, loss] for lr, loss in tried.items()],
