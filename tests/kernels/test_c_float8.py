@@ -1,4 +1,4 @@
-"""The C words of float8 weights are the specification's, bit for bit; optim/test_fused_float8.py has whole steps."""
+"""The C words of float8 weights are the specification's, bit for bit; test_fused_float8.py has whole steps."""
 
 from __future__ import annotations
 

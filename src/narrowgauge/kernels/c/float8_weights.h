@@ -8,19 +8,19 @@
 #define REBIAS (120 << 23) /* between the exponents of float32 and e4m3 */
 
 INLINE void fp8split8_read(const u8 *restrict codes, const int8_t *restrict low, float *restrict w, const float scale) {
-    u16 words[PART];
+    int16_t words[PART];
     EACH_OF_PART {
         const int16_t given = low[i], least = codes[i] & NAN_CODE ? -0x80 : 0;
-        words[i] = (u16)((codes[i] << 8) + (given > least ? given : least));
+        words[i] = (int16_t)((codes[i] << 8) + (given > least ? given : least));
     }
     EACH_OF_PART {
         /* Read as a subnormal number a word is less than as a normal one if it is subnormal, and more if it is not. So
          * the smaller value is right, and of a value, below, the larger pattern. */
-        const i32 bare = words[i] & 0x7FFF;
-        const i32 normal = (bare << 12) + REBIAS, subnormal = pattern(number(normal + (1 << 23)) - SMALLEST_NORMAL);
+        const i32 word = words[i], bare = (i32)((u32)word << 17 >> 5);
+        const i32 normal = bare + REBIAS, subnormal = pattern(number(normal + (1 << 23)) - SMALLEST_NORMAL);
         const i32 magnitude = pattern(number(smaller(normal, subnormal)) * scale);
-        const i32 known = bare < (NAN_CODE << 8) - 0x80 ? magnitude : 0x7FC00000;
-        w[i] = number(known | (i32)((u32)(words[i] & 0x8000) << 16));
+        const i32 known = bare < ((NAN_CODE << 8) - 0x80) << 12 ? magnitude : 0x7FC00000;
+        w[i] = number(known | (word & ~0x7FFFFFFF));
     }
 }
 
