@@ -12,6 +12,7 @@ from torch import Tensor
 
 from float8_parameters import kept_as
 from narrowgauge import optim
+from narrowgauge.optim._c_backend import CSteps
 from narrowgauge.optim._eager import Noise, update
 from narrowgauge.optim._optimizer import NarrowOptimizer
 from narrowgauge.optim._plan import ParamStep, plan_param
@@ -42,6 +43,13 @@ class Kernels:
             self._steps.upload()
         self._steps.run(None)
         return [given[position] for position in self._steps.left]
+
+
+def by_c(given: Sequence[ParamStep]) -> None:
+    """Take a step by C functions alone."""
+    steps = CSteps(given, False, False)
+    assert len(steps.steps) == len(given)
+    steps.run(None)
 
 
 def entries(optimizer: NarrowOptimizer) -> list[ParamStep]:
@@ -108,9 +116,13 @@ def kept(
     block: int,
     values: Sequence[Tensor],
     grads: Sequence[Tensor],
+    compiled: bool = False,
     **options: Any,
 ) -> tuple[list[tuple[Tensor, State]], list[tuple[Tensor, State]]]:
-    """(parameter, state) of each tensor after two steps with the same gradient: eager, and by kernels."""
+    """(parameter, state) of each tensor after two steps with the same gradient: eager, and by kernels.
+
+    The kernels are Triton's, or `compiled` C.
+    """
     optimizer = optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     group = {**optimizer.param_groups[0], "states": dict(states), "block_size": block, "min_quantized_size": 0}
     group |= {"nonfinite": "propagate", **options}
@@ -120,7 +132,7 @@ def kept(
         for results in (eager, fused):
             p = weight.detach().clone()
             results.append(ParamStep(i, plan, group, p, grad.clone(), plan.init(p, group)))
-    run = Kernels()
+    run = by_c if compiled else Kernels()
     for step in (1, 2):
         for e in eager:
             new_p, new_state, _ = update(e, step, Noise(group["seed"], e.plan.index, step, e.param))

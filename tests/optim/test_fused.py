@@ -13,11 +13,12 @@ import pytest
 import torch
 from matrix import CASES, RECORDS, Case
 
-from float8_parameters import PLAIN_STORAGES
+from float8_parameters import PLAIN_STORAGES, kept_as
 from narrowgauge import optim
 from narrowgauge.kernels import _c_library
 from narrowgauge.optim._c_backend import CKernel, _made, kernel_of
 from narrowgauge.optim._optimizer import NarrowOptimizer
+from narrowgauge.storage import Float8Weight
 from pairwise import EVERYTHING
 
 STATES = ["fp32", "bf16", "expansion", "8bit", "log8", "fp8", "4bit", "log4"]
@@ -43,7 +44,8 @@ def trained(
 ) -> tuple[torch.nn.Parameter, NarrowOptimizer]:
     """A parameter after some steps with gradients whose sizes span eight orders of magnitude."""
     generator = torch.Generator().manual_seed(1)
-    p = torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+    start = torch.randn(shape, generator=generator).to(dtype)
+    p = torch.nn.Parameter(kept_as(start, options.get("weights", "plain")))
     optimizer = getattr(optim, name)([p], lr=lr, **{"min_quantized_size": 0, **options})
     if not fused:
         optimizer._engine.backends = ()
@@ -54,6 +56,12 @@ def trained(
         p.grad = (torch.randn(shape, generator=generator) * sizes).to(dtype)
         optimizer.step()
     return p, optimizer
+
+
+def memory(p: torch.nn.Parameter, optimizer: NarrowOptimizer) -> list[torch.Tensor]:
+    """All that is stored of a parameter."""
+    own = [p.codes.view(torch.uint8), p.low, p.numbers] if isinstance(p, Float8Weight) else [p.detach()]
+    return [*own, *optimizer.state[p].values()]
 
 
 def check(
@@ -123,15 +131,15 @@ def test_every_shape(states: str) -> None:
             assert runs[0][1].state[runs[0][0]][key].shape == value.shape
 
 
-@pytest.mark.parametrize("states", STATES)
-def test_threads_and_repetition_change_nothing(states: str) -> None:
+@pytest.mark.parametrize(("weights", "states"), [*(("split8", states) for states in STATES), ("fp8split8", "log8")])
+def test_threads_and_repetition_change_nothing(weights: str, states: str) -> None:
     before = torch.get_num_threads()
     found = []
     try:
         for threads in (1, 2, 3, 2):
             torch.set_num_threads(threads)
-            p, optimizer = trained("AdamW", {"states": states}, fused=True, shape=(2, 70_001), steps=2)
-            found.append([p.detach(), *optimizer.state[p].values()])
+            options = {"weights": weights, "states": states}
+            found.append(memory(*trained("AdamW", options, fused=True, shape=(2, 70_001), steps=2)))
     finally:
         torch.set_num_threads(before)
     for other in found[1:]:
@@ -236,13 +244,15 @@ def test_a_cache_that_cannot_be_written_to(monkeypatch: pytest.MonkeyPatch, tmp_
     assert optimizer.describe().rows[0].path == "fused C, fp32"
 
 
-def test_without_openmp_pythons_threads_do_the_same() -> None:
+@pytest.mark.parametrize("weights", ["split8", "fp8split8"])
+def test_without_openmp_pythons_threads_do_the_same(weights: str) -> None:
     before = torch.get_num_threads()
     found = []
     try:
         torch.set_num_threads(3)
         for threaded in (True, False):
-            p, optimizer = trained("LAMB", {"states": "log8"}, fused=True, shape=(2, 70_001))
+            options = {"weights": weights, "states": "log8"}
+            p, optimizer = trained("LAMB", options, fused=True, shape=(2, 70_001))
             kernel = kernel_of(optimizer._engine.plans[p], optimizer.param_groups[0], p.dtype, False)
             assert isinstance(kernel, CKernel)
             was, kernel.threaded = kernel.threaded, threaded and kernel.threaded
@@ -250,7 +260,7 @@ def test_without_openmp_pythons_threads_do_the_same() -> None:
                 optimizer.step()
             finally:
                 kernel.threaded = was
-            found.append([p.detach(), *optimizer.state[p].values()])
+            found.append(memory(p, optimizer))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

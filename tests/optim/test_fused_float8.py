@@ -1,4 +1,4 @@
-"""Float8 weights that kernels step are the specification's, bit for bit: every word, any update, any scale."""
+"""Float8 weights that kernels or C step are the specification's, bit for bit: every word, any update, any scale."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ def words(count: int) -> tuple[Tensor, Tensor]:
     return codes.reshape(-1)[-count:].to(torch.uint8), low.reshape(-1)[-count:].to(torch.int8)
 
 
-def compared(weights: list[Tensor], grads: list[Tensor], rule: Any = Move) -> list[float]:
-    """The scales after two steps, which are taken alike by kernels and by eager torch."""
-    states = {"v": "log8"} if rule is Both else {}
-    eager, fused = kept(rule(), states, 256, weights, grads, weights="fp8split8")
+def compared(weights: list[Tensor], grads: list[Tensor], where: str, rule: Any = Move) -> list[float]:
+    """The scales after two steps, which are taken alike by kernels on a device, or by C, and by eager torch."""
+    states, device = {"v": "log8"} if rule is Both else {}, where.removeprefix("C on ")
+    weights, grads = ([x.to(device) for x in some] for some in (weights, grads))
+    eager, fused = kept(rule(), states, 256, weights, grads, where != device, weights="fp8split8")
     for (p, state), (q, other) in zip(eager, fused, strict=True):
         assert isinstance(p, Float8Weight)
         assert isinstance(q, Float8Weight)
@@ -50,10 +51,15 @@ def compared(weights: list[Tensor], grads: list[Tensor], rule: Any = Move) -> li
     return [float(p.scale) for p, _ in eager]
 
 
+@pytest.fixture(params=["kernels", "C"])
+def where(request: pytest.FixtureRequest, device: str) -> str:
+    return device if request.param == "kernels" else "C on cpu"
+
+
 @pytest.mark.parametrize(
     ("rule", "count", "power"), [(Move, 65_536, -9), (Both, 9999, -32), (Move, 5999, 7), (Both, 1, 0)], ids=str
 )
-def test_every_pair_of_words_under_any_update(rule: type, count: int, power: int, device: str) -> None:
+def test_every_pair_of_words_under_any_update(rule: type, count: int, power: int, where: str) -> None:
     generator = torch.Generator().manual_seed(count)
     codes, low = words(count)
     grads = torch.randn(count, generator=generator) * 2.0**power
@@ -63,10 +69,10 @@ def test_every_pair_of_words_under_any_update(rule: type, count: int, power: int
     grads[1::101] = torch.inf
     grads[2::103] = torch.nan
     weight = Float8Weight(codes.view(torch.float8_e4m3fn), torch.tensor(2.0**power), low)
-    compared([weight.to(device)], [grads.to(device)], rule)
+    compared([weight], [grads], where, rule)
 
 
-def test_scales_grow_and_shrink_each_by_its_own_tensor(device: str) -> None:
+def test_scales_grow_and_shrink_each_by_its_own_tensor(where: str) -> None:
     """In one launch: by every largest code, and tensors of zeros, of NaN, of one element, of no element."""
     weights, grads = [], []
     for largest in (*range(0, 128, 5), 101, 102, 118, 119, 126, 127):
@@ -78,8 +84,8 @@ def test_scales_grow_and_shrink_each_by_its_own_tensor(device: str) -> None:
     for number, weight in enumerate(weights):
         generator = torch.Generator().manual_seed(number)
         size = float(weight.scale) * 2.0 ** (number % 5)
-        grads.append((torch.randn(weight.shape, generator=generator) * size).to(device))
-    scales = compared([weight.to(device) for weight in weights], grads)
+        grads.append(torch.randn(weight.shape, generator=generator) * size)
+    scales = compared(weights, grads, where)
     assert len(set(scales)) > 8
 
 
@@ -90,7 +96,7 @@ def test_codes_at_odd_addresses_and_a_view_of_a_weight(device: str) -> None:
     codes[(codes & 0x7F) == 0x7F] = 3
     scale = torch.tensor(0.5, device=device)
     ends = []
-    for backends in (("triton",), ()):
+    for backends in (("triton",), ("c",) if device == "cpu" else (), ()):
         weight = Float8Weight(codes.clone()[1:].view(torch.float8_e4m3fn), scale, low.clone()[1:])
         p = torch.nn.Parameter(weight)
         optimizer = SGD([p], lr=1.0)
@@ -102,7 +108,8 @@ def test_codes_at_odd_addresses_and_a_view_of_a_weight(device: str) -> None:
         path = optimizer.describe().rows[0].path
         assert path.startswith("fused") == bool(backends)
         ends.append([p.codes.view(torch.uint8), p.low, p.numbers])
-    assert all(map(torch.equal, *ends))
+    assert all(map(torch.equal, ends[0], ends[2]))
+    assert all(map(torch.equal, ends[1], ends[2]))
     part = torch.nn.Parameter(Float8Weight(codes.view(torch.float8_e4m3fn), scale, low)[100:200])
     optimizer = SGD([part], lr=1.0)
     part.grad = torch.ones_like(part)

@@ -38,7 +38,7 @@ FLOATS = {
     torch.float16: ("_Float16", "float16"),
 }
 # The columns of a row before its addresses, as `list.h` has them.
-COLUMNS = ("numel", "first", "counter", "skipped", "seed", "stream", "origin", "numbers")
+COLUMNS = ("numel", "first", "counter", "skipped", "seed", "stream", "origin", "numbers", "scale", "largest")
 
 _ARGUMENTS = (
     "const long index, const long n, const long ahead, unsigned char *const *at, const void *const *tables, "
@@ -72,7 +72,8 @@ class StepSpec:
     @property
     def words(self) -> tuple[Word, ...]:
         """The tensors that it is given, in order: parameter, gradient, low word, and those of the moments."""
-        p, grad = Word("p", KINDS[self.dtype]), Word("grad", KINDS[self.grad_dtype])
+        kind = "uint8" if self.weight.scaled else KINDS[self.dtype]
+        p, grad = Word("p", kind), Word("grad", KINDS[self.grad_dtype])
         return (p, grad, *self.weight.words, *(word for moment in self.kept for word in moment.codec.words))
 
     @functools.cached_property
@@ -131,22 +132,27 @@ def _prelude(step: StepSpec) -> str:
 def _load(step: StepSpec, roots: Iterable[Node]) -> tuple[list[str], dict[Node, str]]:
     """Lines that decode the part from o on, and what the numbers of these graphs are called."""
     p, grad, *_ = step.words
+    weight = [part_of(p, "at[0]"), _low(step), "w", *(["scale"] if step.weight.scaled else [])]
     lines = [
         "float g[PART];",
         f"const GRAD *grad = {part_of(grad, 'at[1]')};",
         "EACH_OF_PART g[i] = sign * FROM_GRAD(grad[i]);",
-        f"{step.weight.name}_read({part_of(p, 'at[0]')}, {_low(step)}, w);",
+        f"{step.weight.name}_read({', '.join(weight)});",
         *(f"float x_{m.name}[PART];" for m in step.kept),
         *(_decode(step, m, f"x_{m.name}", f"x_{m.normalizer}") for m in in_order(step.kept)),
     ]
     return lines, {node: f"c{k}" for k, node in enumerate(uniforms(roots))}
 
 
-def _opening(name: str, numbers: Mapping[Node, str], more: str = "") -> list[str]:
+def _opening(step: StepSpec, name: str, numbers: Mapping[Node, str], more: str = "") -> list[str]:
+    known = [
+        *numbers.values(),
+        *(["scale", "inverse"] if step.weight.scaled else []),
+    ]  # see `find_scales` in list.h
     return [
         f"static void {name}({_ARGUMENTS}{more}) {{",
         "(void)index, (void)n, (void)ahead, (void)tables, (void)numbers, (void)key;",
-        *(f"const float {name} = numbers[{k}];" for k, name in enumerate(numbers.values())),
+        *(f"const float {name} = numbers[{k}];" for k, name in enumerate(known)),
     ]
 
 
@@ -173,10 +179,17 @@ def _tile(step: StepSpec) -> str:
     random = ""
     if step.weight.needs_random:
         random = "random + o" if step.weight.wide_random else f"random_{weight_purpose(step.kept)} + o"
-    given = [part_of(step.words[0], "at[0]"), _low(step), "w", "delta", random]
+    given = [
+        part_of(step.words[0], "at[0]"),
+        _low(step),
+        "w",
+        "delta",
+        random,
+        "inverse" if step.weight.scaled else "",
+    ]
     add = [f"{step.weight.name}_add({', '.join(filter(None, given))});"]
     lines = [
-        *_opening("tile", names),
+        *_opening(step, "tile", names),
         *(f"float all_{name}[BLOCK];" for name in waiting),
         *_random(step),
         "PARTS {",
@@ -216,7 +229,7 @@ def _partial(step: StepSpec) -> str:
     terms = tuple(step.equation.terms.values())
     loading, names = _load(step, terms)
     lines = [
-        *_opening("partial", names, ", double *sums"),
+        *_opening(step, "partial", names, ", double *sums"),
         *(f"double term_{k}[BLOCK];" for k in range(len(terms))),
         "PARTS {",
         "float w[PART];",
@@ -354,7 +367,8 @@ def _further(codec: Codec, normalizer: str, tables: Sequence[str]) -> list[str]:
 def _driver(name: str, each: str, definition: str, numbers: int, sums: bool = False) -> str:
     """A function that does chunks of a list of tensors, and `each`, which does a block; `definition` is its text.
 
-    The equation has so many `numbers`. With `sums`, `each` writes `TERMS` doubles a block.
+    The equation has so many `numbers`; two scales follow them. With `sums`, `each` writes `TERMS` doubles a block
+    and no weight.
     """
     holes = {
         "NAME": name,
@@ -362,6 +376,7 @@ def _driver(name: str, each: str, definition: str, numbers: int, sums: bool = Fa
         "EACH_BLOCK": each,
         "OF_TENSOR": ", sums + row[FIRST] * TERMS" if sums else "",
         "OF_BLOCK": ", sums + block * TERMS" if sums else "",
+        "OF_CODES": "" if sums else "note_largest(row, words[0], begin * BLOCK, end * BLOCK);",
         "HOW_MANY": str(numbers),
     }
     body = _TEXT
@@ -409,8 +424,9 @@ void NAME(
     for (long chunk = first; chunk < last; chunk++) {
         const int64_t owner = owners[chunk], *row = rows + owner * WIDTH;
         if (flags[owner]) continue;
-        float numbers[HOW_MANY + 1];
+        float numbers[HOW_MANY + 2];
         for (int k = 0; k < HOW_MANY; k++) numbers[k] = (float)uniforms[row[NUMBERS] * HOW_MANY + k];
+        find_scales(row, numbers + HOW_MANY);
         const uint64_t step = (uint64_t)*(const float *)row[COUNTER] + 1, eighth = (uint64_t)row[ORIGIN] / 8;
         const u32 key[6] = {
             (u32)row[SEED], (u32)row[STREAM], (u32)step, (u32)(step >> 32), (u32)eighth, (u32)(eighth >> 32)
@@ -419,6 +435,7 @@ void NAME(
         for (int k = 0; k < WORDS; k++) words[k] = (unsigned char *)row[ADDRESSES + k];
         const long begin = begins[chunk], n = row[NUMEL], end = end_of_chunk(begin, n);
         NAME_of_tensor(begin, end, n, words, tables, numbers, key, signOF_TENSOR);
+        OF_CODES
     }
 }
 """

@@ -139,7 +139,7 @@ class Codec:
         error_feedback: whether the weight is given what a moment loses.
         needs_random: whether encoding takes random bits: 16 an element, of a weight 8 or 32.
         wide_random: whether a weight takes 32.
-        scaled: whether a weight has a scale of the whole tensor; see `_step._codecs`.
+        scaled: whether a weight has a scale of the whole tensor; see `_step._codecs` and, of C, `float8_weights.h`.
         pairs: whether Triton loads a weight's 16-bit words by twos and 8-bit words by fours, in 32 bits.
         registers: the most that a thread of a Triton program needs for this; see `Layout.registers`.
         units: how many units a Triton program does best with; see `Layout.units`.

@@ -34,7 +34,7 @@ from narrowgauge.optim._stats import UpdateStats
 from narrowgauge.optim._tracing import FACTOR, equation
 from narrowgauge.optim._verdict import GradientReport, Verdict, inspect_gradients
 from narrowgauge.rules import Rule
-from narrowgauge.storage import WeightStorage
+from narrowgauge.storage import Float8Weight, WeightStorage
 
 _CPU = torch.device("cpu")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -86,18 +86,23 @@ def kernel_of(plan: ParamPlan, group: Mapping[str, Any], grad_dtype: torch.dtype
 
 def unsupported(plan: ParamPlan, param: Tensor, group: Mapping[str, Any]) -> str | None:
     """Why a parameter is not stepped in C, whatever its gradient and state; None if it is."""
-    if type(param) not in PLAIN:
-        return f"a {type(param).__name__}"
+    if not _is_known(param):
+        return "not whole and contiguous" if isinstance(param, Float8Weight) else f"a {type(param).__name__}"
     if not param.is_contiguous():
         return "not contiguous"
     kernel = kernel_of(plan, group, plan.dtype, False)
     return kernel if isinstance(kernel, str) else None
 
 
+def _is_known(p: Tensor) -> bool:
+    """Whether a parameter is of a class whose memory C may use."""
+    return type(p) in PLAIN or (isinstance(p, Float8Weight) and p.is_whole)
+
+
 def fits(kernel: CKernel, step: ParamStep) -> bool:
     """Whether gradient and state are as a kernel expects them: C trusts the addresses it is given."""
     grad, state = step.grad, step.state
-    if type(step.param) not in PLAIN or type(grad) is not Tensor or grad.shape != step.param.shape:
+    if not _is_known(step.param) or type(grad) is not Tensor or grad.shape != step.param.shape:
         return False
     if state["step"].dtype != torch.float32 or state["skipped"].dtype != torch.int64:
         return False
@@ -219,6 +224,7 @@ class _Table:
             row[: len(COLUMNS)] = (
                 step.param.numel(), first, state["step"].data_ptr(), state["skipped"].data_ptr(),
                 step.group["seed"], step.plan.index, origin_of(step.plan.shard), 0,
+                step.param.numbers.data_ptr() if isinstance(step.param, Float8Weight) else 0, 0,
             )  # fmt: skip
             row[len(COLUMNS) :] = [x.data_ptr() for x in step.tensors()]
         self._flags = np.zeros(len(steps), dtype=np.uint8)

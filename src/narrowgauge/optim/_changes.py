@@ -20,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from narrowgauge.storage import Float8Weight
+
 # Options of a group with the storages of single parameters, by the name of a parameter: under KEPT those that the
 # optimizer was made with, under STORAGES those that `convert` chose later. A change is found if the dictionary is
 # replaced by another, and not if it is changed in place.
@@ -117,6 +119,9 @@ def addresses(tensors: Iterable[Tensor]) -> list[int] | None:
 
 
 def _param_facts(params: Sequence[Tensor]) -> tuple[Any, ...]:
+    if Float8Weight in map(type, params):  # the memory is that of what such a weight consists of
+        parts = ((p.codes, p.low, p.numbers) if isinstance(p, Float8Weight) else (p,) for p in params)
+        params = list(chain.from_iterable(parts))
     # A gradient of another size may be given the memory of the one before.
     sizes, contiguous = list(map(Tensor.numel, params)), list(map(Tensor.is_contiguous, params))
     return list(map(Tensor.data_ptr, params)), sizes, list(map(_DTYPE, params)), contiguous

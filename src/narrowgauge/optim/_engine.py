@@ -26,11 +26,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from narrowgauge.kernels._triton import name, unavailable
-from narrowgauge.optim import _c_backend, _float8_steps
+from narrowgauge.optim import _c_backend
 from narrowgauge.optim._c_backend import CSteps
 from narrowgauge.optim._changes import identical
 from narrowgauge.optim._eager import EagerSteps, next_number, noise_of, update
-from narrowgauge.optim._float8_steps import Float8CSteps
 from narrowgauge.optim._plan import PLAIN, ParamPlan, ParamStep, State, kind_of
 from narrowgauge.optim._sharding import Collective, Rows, is_shared, local, local_gradient
 from narrowgauge.optim._tracing import elementwise, untraceable
@@ -104,12 +103,11 @@ class Engine:
         self._rosters: dict[tuple[bool, str], _Roster] = {}
         self._single: dict[tuple[bool, Tensor], _Roster] = {}
         self._left: dict[Tensor, tuple[ParamPlan, str]] = {}
-        self._wides: dict[int, Tensor] = {}
         self._shared: tuple[Any, int, Collective | None] = (None, 0, None)
 
     def take_plans(self, plans: dict[Tensor, ParamPlan]) -> None:
         """Step by other plans. Lists that were made by the old ones, and keep old states alive, go."""
-        self.plans, self._left, self._wides = plans, {}, {}
+        self.plans, self._left = plans, {}
         self._rosters.clear()
         self._single.clear()
 
@@ -196,9 +194,6 @@ class Engine:
             return (f"fused {name()}", "") if reason is None else ("eager torch", f"not fused: {reason}")
         if param.device.type != "cpu":
             return "eager torch", f"not fused: {none}"
-        if plan.weight.float8 and "c" in self.backends:
-            reason = _float8_steps.unsupported(plan, param, group)
-            return ("C in three passes", "") if reason is None else ("eager torch", f"not in C: {reason}")
         reason = _c_backend.unsupported(plan, param, group) if "c" in self.backends else "not asked for"
         return ("fused C", "") if reason is None else ("eager torch", f"not fused: {reason}")
 
@@ -260,13 +255,6 @@ class Engine:
                 if compiled.steps:
                     lists.append(compiled)
                 taken = {id(step) for step in compiled.steps}
-                steps = [step for step in steps if id(step) not in taken]
-            coded = [step for step in steps if step.param.is_cpu and step.plan.weight.float8]
-            if coded and not measured:
-                words = Float8CSteps(coded, factor != "", self._wides)
-                if words.steps:
-                    lists.append(words)
-                taken = {id(step) for step in words.steps}
                 steps = [step for step in steps if id(step) not in taken]
         devices: dict[torch.device, list[ParamStep]] = {}
         for step in steps:

@@ -10,7 +10,6 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -155,7 +154,7 @@ class TritonSteps:
         every = [launch for tables in self._tables for launch in tables.launches]
         self._names = [[steps[position].plan.name for position in launch.members] for launch in every]
         self._moving = [step.param for step in self.steps if not step.param.is_inference()]
-        self._params = list(chain.from_iterable(_memory(step.param) for step in steps))
+        self._params = [step.param for step in steps]
         self._snapshot = TensorSnapshot(self._params, [s.grad for s in steps], [s.state for s in steps])
 
     def refresh(self, grads: Sequence[Tensor], states: Sequence[State]) -> bool:
@@ -271,11 +270,6 @@ def _launch(key: LaunchKey, steps: dict[int, ParamStep], groups: list[int]) -> L
         if layout.gauges
         else None,
     )
-
-
-def _memory(p: Tensor) -> list[Tensor]:
-    """The tensors that a parameter consists of."""
-    return [p.codes, p.low, p.scale] if isinstance(p, Float8Weight) else [p]
 
 
 def _row(layout: Layout, step: ParamStep, group: int) -> list[int]:

@@ -25,7 +25,9 @@ class Float8Split8(WeightStorage):
     random_bits = 8
 
     def codec(self, dtype: torch.dtype) -> Codec | None:
-        return Codec(self.name, (Word("low", "int8"),), c=None, needs_random=True, pairs=True, scaled=True)
+        return Codec(
+            self.name, (Word("low", "int8"),), c="float8_weights.h", needs_random=True, pairs=True, scaled=True
+        )
 
     def read(self, p: Tensor, low: Tensor | None) -> Tensor:
         assert isinstance(p, Float8Weight)

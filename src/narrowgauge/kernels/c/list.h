@@ -1,6 +1,7 @@
 /* A list of tensors, each a row of int64. A tensor is done in chunks of blocks: `owners` has the tensor of each chunk,
- * `begins` its first block. A tensor with a flag is left alone. */
-enum { NUMEL, FIRST, COUNTER, SKIPPED, SEED, STREAM, ORIGIN, NUMBERS, ADDRESSES };
+ * `begins` its first block. A tensor with a flag is left alone. SCALE is the address of a weight's scale and largest
+ * code, LARGEST_CODE the largest that the step has written so far. */
+enum { NUMEL, FIRST, COUNTER, SKIPPED, SEED, STREAM, ORIGIN, NUMBERS, SCALE, LARGEST_CODE, ADDRESSES };
 #define WIDTH (ADDRESSES + WORDS)
 #define CHUNK (65536 / BLOCK + 1)
 
@@ -34,15 +35,45 @@ void check(
     }
 }
 
+#ifdef SCALED
+/* The scale of the words that a step reads, and the inverse of that of those it writes. */
+INLINE void find_scales(const int64_t *row, float *scales) {
+    const float *known = (const float *)row[SCALE];
+    scales[0] = known[0];
+    scales[1] = 1 / next_scale((i32)known[1], known[0]);
+}
+
+/* Of codes that have been written, before they leave the cache. */
+INLINE void note_largest(const int64_t *row, const u8 *codes, const int64_t begin, const int64_t end) {
+    const int64_t found = largest_code(codes + begin, (end < row[NUMEL] ? end : row[NUMEL]) - begin);
+    int64_t *largest = (int64_t *)row + LARGEST_CODE, known = __atomic_load_n(largest, __ATOMIC_RELAXED);
+    while (known < found && !__atomic_compare_exchange_n(largest, &known, found, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+}
+
+/* Of a tensor whose codes are all written: the scale that they have now, and the largest of them. */
+INLINE void settle_scale(const int64_t *row) {
+    float *known = (float *)row[SCALE];
+    known[0] = next_scale((i32)known[1], known[0]);
+    known[1] = (float)row[LARGEST_CODE];
+    ((int64_t *)row)[LARGEST_CODE] = 0;
+}
+#else
+#define find_scales(row, scales)
+#define note_largest(row, codes, begin, end)
+#define settle_scale(row)
+#endif
+
 /* Counts the step of tensors first to last: as taken, or as skipped where there is a flag. A float32 counts to 2^24
  * and stays there, and so do the random bits of later steps. */
 void count_steps(long first, long last, const int64_t *rows, const unsigned char *flags) {
     for (long tensor = first; tensor < last; tensor++) {
         const int64_t *row = rows + tensor * WIDTH;
-        if (flags[tensor])
+        if (flags[tensor]) {
             ++*(int64_t *)row[SKIPPED];
-        else
+        } else {
             *(float *)row[COUNTER] += 1.0f;
+            settle_scale(row);
+        }
     }
 }
 
