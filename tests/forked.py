@@ -53,7 +53,7 @@ def _rank(rank: int, work: Callable[..., None], *arguments: Any) -> None:
 
 
 def _leave_imports_alone() -> None:
-    """Look for garbage among what is made from here on: to look at an object is to copy its page of the server's."""
+    """Look for garbage only among what is made from here on: to look at an object is to copy its page of memory."""
     gc.freeze()
 
 

@@ -10,7 +10,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sharded_steps import BLOCK, SHAPES, STORAGES, Block, boxes_mesh, cut, fsdp, gradient, made, meshes, same, spread, weights
+from sharded_steps import (
+    BLOCK,
+    SHAPES,
+    STORAGES,
+    Block,
+    boxes_mesh,
+    cut,
+    fsdp,
+    gradient,
+    made,
+    meshes,
+    same,
+    spread,
+    weights,
+)
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
