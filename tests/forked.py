@@ -6,6 +6,7 @@ has done is in them. Only the imports are there already, of a server that has ru
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -40,6 +41,7 @@ def _rank(rank: int, work: Callable[..., None], *arguments: Any) -> None:
     Gloo's threads let go of a backward pass's collectives, and take the interpreter's lock for it; the group's end
     waits for these threads with the lock held. So they are given a moment before it.
     """
+    _leave_imports_alone()
     end = dist.destroy_process_group
 
     def destroy(*given: Any) -> None:
@@ -48,6 +50,11 @@ def _rank(rank: int, work: Callable[..., None], *arguments: Any) -> None:
 
     dist.destroy_process_group = destroy
     work(rank, *arguments)
+
+
+def _leave_imports_alone() -> None:
+    """Look for garbage only among what is made from here on: to look at an object is to copy its page of memory."""
+    gc.freeze()
 
 
 class Command:
@@ -91,6 +98,7 @@ class Command:
 
 def _command(arguments: list[str], printed: list[str], environment: dict[str, str]) -> None:
     """The other side; the server's environment is that of its first start."""
+    _leave_imports_alone()
     for number, path in enumerate(printed, 1):
         file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
         os.dup2(file, number)

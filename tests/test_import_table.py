@@ -7,6 +7,7 @@ top, inside a function, under TYPE_CHECKING, through `import_module` with a lite
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -75,7 +76,7 @@ def violations(source: Path) -> list[str]:
             found.append(f"{path.relative_to(source)}:1: the room {room!r} is not in the table")
             continue
         package = [PACKAGE, *parts[:-1]]
-        for line, target in imports(ast.parse(path.read_text(encoding="utf-8")), package):
+        for line, target in imports(path, package):
             place = path.relative_to(source).as_posix()
             handed_over = (place, ".".join(target)) in HANDED_OVER
             plugs = bool(target) and target[0] in PLUGINS.get(place, "").split()
@@ -85,22 +86,32 @@ def violations(source: Path) -> list[str]:
     return found
 
 
-def imports(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, list[str]]]:
-    """Line and dotted name, as a list, of everything that a module imports."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name.split(".")
+@functools.cache
+def looked_through(code: str) -> tuple[list[tuple[int, int, str]], list[tuple[int, str, str]]]:
+    """Line, level and dotted name of all that some code imports; line, name and attribute where it reads one."""
+    imported, read = [], []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Attribute):
+            if isinstance(node.value, ast.Name):
+                read.append((node.lineno, node.value.id, node.attr))
+        elif isinstance(node, ast.Import):
+            imported += [(node.lineno, 0, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = absolute(node.module or "", node.level, package)
-            for alias in node.names:
-                yield node.lineno, [*base, alias.name]
+            start = f"{node.module}." if node.module else ""
+            imported += [(node.lineno, node.level, start + alias.name) for alias in node.names]
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             argument = node.args[0].value
             if name in ("import_module", "__import__") and isinstance(argument, str):
                 stripped = argument.lstrip(".")
-                yield node.lineno, absolute(stripped, len(argument) - len(stripped), package)
+                imported.append((node.lineno, len(argument) - len(stripped), stripped))
+    return imported, read
+
+
+def imports(path: Path, package: list[str]) -> Iterator[tuple[int, list[str]]]:
+    """Line and dotted name, as a list, of everything that a module imports."""
+    for line, level, name in looked_through(path.read_text(encoding="utf-8"))[0]:
+        yield line, absolute(name, level, package)
 
 
 def absolute(name: str, level: int, package: list[str]) -> list[str]:
@@ -140,7 +151,7 @@ def circle(source: Path) -> list[str]:
     graph: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
     for name, path in files.items():
         package = list(name) if path.name == "__init__.py" else list(name[:-1])
-        found = [tuple(target) for _, target in imports(ast.parse(path.read_text(encoding="utf-8")), package)]
+        found = [tuple(target) for _, target in imports(path, package)]
         graph[name] = {target if target in files else target[:-1] for target in found} & set(files) - {name}
     try:
         TopologicalSorter(graph).prepare()
@@ -153,12 +164,10 @@ def reaches(source: Path) -> list[str]:
     """Every use of an optimizer's private attribute from outside, as `file:line name.attribute`."""
     found = []
     for path in sorted(source.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
-                continue
-            private = node.attr.startswith("_") and not node.attr.startswith("__")
-            if private and node.value.id in ("optimizer", "opt", "owner"):
-                found.append(f"{path.relative_to(source).as_posix()}:{node.lineno} {node.value.id}.{node.attr}")
+        for line, name, attribute in looked_through(path.read_text(encoding="utf-8"))[1]:
+            private = attribute.startswith("_") and not attribute.startswith("__")
+            if private and name in ("optimizer", "opt", "owner"):
+                found.append(f"{path.relative_to(source).as_posix()}:{line} {name}.{attribute}")
     return found
 
 

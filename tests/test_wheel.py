@@ -76,7 +76,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         [str(Path(torch.__file__).parents[1]), *map(sysconfig.get_path, ("purelib", "platlib"))]
     )
     (site / "borrowed.pth").write_text("\n".join(borrowed))
-    options = ("--quiet", "--disable-pip-version-check", "--no-index", "--no-deps")
+    options = ("--quiet", "--disable-pip-version-check", "--no-index", "--no-deps", "--no-compile")
     run(sys.executable, "-m", "pip", "--python", python(folder), "install", *options, wheel, folder=folder)
     return folder
 

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from sharded_steps import BLOCK, SHAPES, STORAGES, Block, cut, fsdp, gradient, made, meshes, same, spread, weights
+from sharded_steps import (
+    BLOCK,
+    SHAPES,
+    STORAGES,
+    Block,
+    boxes_mesh,
+    cut,
+    fsdp,
+    gradient,
+    made,
+    meshes,
+    same,
+    spread,
+    weights,
+)
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
@@ -19,7 +34,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -110,10 +124,12 @@ WHOLE = StateDictOptions(full_state_dict=True)
 BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 PARTS = StateDictOptions()
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-# Every storage where blocks align; one with 8-bit codes, and one with two codes a byte, where they do not.
-BY_TORCH = [(storage, BLOCKS[0]) for storage in STORAGES]
-BY_TORCH += [(storage, BLOCKS[1]) for storage in ("split8, log8", "split4, 4bit")]
 Case = tuple[str, int]
+# Every low word and every width of codes where blocks align; one with 8-bit codes, and one with two codes a byte,
+# where they do not. The other storages, aligned, with `--slow`.
+OTHERS: list[Case] = [(storage, BLOCKS[0]) for storage in ("plain, fp32", "plain, 8bit", "stochastic, bf16")]
+BY_TORCH = [(storage, BLOCKS[0]) for storage in STORAGES if (storage, BLOCKS[0]) not in OTHERS]
+BY_TORCH += [(storage, BLOCKS[1]) for storage in ("split8, log8", "split4, 4bit")]
 
 
 def whole_moments(net: Any, optimizer: Any) -> dict[str, dict[str, Tensor]]:
@@ -148,11 +164,11 @@ def loading(net: Any, optimizer: Any, state: Any, options: StateDictOptions, lik
     return [str(w.message) for w in caught if "anew" in str(w.message)]
 
 
-def by_torch(rank: int, folder: Path) -> dict[Case, Any]:
+def by_torch(rank: int, folder: Path, cases: Sequence[Case] = BY_TORCH) -> dict[Case, Any]:
     """torch's own functions on as many ranks, with every option; what they save is for the others."""
     told: dict[Case, Any] = {}
     flat, kept = {}, {}
-    for number, (storage, block) in enumerate(BY_TORCH):
+    for number, (storage, block) in enumerate(cases):
         net, optimizer = model("AdamW", storage, block, shared=True)
         train(net, optimizer, range(2))
         weights, full_state = get_state_dict(net, optimizer, options=FULL)
@@ -170,6 +186,10 @@ def by_torch(rank: int, folder: Path) -> dict[Case, Any]:
     if rank == 0:
         torch.save(kept, folder / "full.pt")
     return told
+
+
+def others_by_torch(rank: int, folder: Path) -> dict[Case, Any]:
+    return by_torch(rank, folder, OTHERS)
 
 
 def away(net: Any, optimizer: Any, wanted: dict[str, dict[str, Tensor]]) -> float:
@@ -412,7 +432,7 @@ def block_of_two(shared: bool, storage: str, seed: int = 0) -> tuple[nn.Module, 
         for p in net.parameters():
             p += seed
     if shared:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = boxes_mesh()
         parallelize_module(net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(net, mesh=mesh["dp"])
     return net, made("AdamW", storage, list(net.named_parameters()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
@@ -217,7 +218,15 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)))
 
 
+@functools.cache
+def boxes_mesh() -> DeviceMesh:
+    """Of data-parallel ranks by tensor-parallel ones."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+@functools.cache
 def meshes() -> dict[str, DeviceMesh]:
+    """Made once a process: each has process groups of its own."""
     world = dist.get_world_size()
     found = {"rows": init_device_mesh(ON, (world,))}
     if world == 4:
@@ -260,7 +269,7 @@ class Block(nn.Module):
 
 def tensor_parallel(rule: str, storage: str) -> dict[str, Any]:
     """FSDP over tensor parallelism: boxes of rows, of columns and of both; norms on the data-parallel ranks."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = boxes_mesh()
     dtype = STORAGES[storage][0]
     alone_net, net = Block(dtype), Block(dtype)
     parallelize_module(net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})

@@ -22,6 +22,7 @@ from sharded_states import (
     muon,
     offloaded,
     on_one,
+    others_by_torch,
     refusing,
     resumed,
     saving,
@@ -109,6 +110,13 @@ def test_by_torch_on_as_many_ranks_every_bit_comes_back(four: tuple[Path, list[d
     """By a whole state from the first rank, in parts, and flattened; where blocks align and where they do not."""
     for told in four[1]:
         for case, found in told["by_torch"].items():
+            assert found == [([], True)] * len(found), case
+
+
+@pytest.mark.slow
+def test_by_torch_with_the_other_storages(tmp_path: Path) -> None:
+    for told in on_ranks(4, tmp_path, others_by_torch):
+        for case, found in told.items():
             assert found == [([], True)] * len(found), case
 
 

@@ -100,15 +100,32 @@ UNBOUNDED = [
     ("adam", "plain", "fp8", torch.float32, 20), ("sgd-nesterov", "plain", "log8", torch.float32, 1),
     ("sgd-nesterov", "plain", "log4", torch.float32, 1),
 ]  # fmt: skip
-RUNS = [
-    (case.values[0], steps)
-    for number, case in enumerate(CASES)
-    for steps in ((1, 20) if number % 3 == 0 or EVERYTHING else (1,))
+FITTING = [
+    case.values[0]
+    for case in CASES
     if not case.marks  # pairs of values, with --slow too
     and has_kernel(*case.values[0])
     and case.values[0][1] in PLAIN_STORAGES  # test_float8_weights.py has the others
-    and (*case.values[0][:3], case.values[0][4], steps) not in UNBOUNDED
 ]
+
+
+def compiled(cases: list[Case]) -> list[tuple[Case, int]]:
+    """Cases with numbers of steps: with `--slow` all, else every other one, as each is a program to compile.
+
+    A program is put together of its rule, its weights and its states, so the first case of each of these is there.
+    """
+    seen: set[Any] = set()
+    taken = []
+    for number, case in enumerate(cases):
+        rule, weights, states, _, dtype = case
+        parts = {rule, (weights, dtype), states}
+        if EVERYTHING or number % 2 == 0 or parts - seen:
+            taken += [(case, steps) for steps in ((1, 20) if EVERYTHING or len(taken) % 4 == 0 else (1,))]
+            seen |= parts
+    return [(case, steps) for case, steps in taken if (*case[:3], case[4], steps) not in UNBOUNDED]
+
+
+RUNS = compiled(FITTING)
 
 
 @pytest.mark.parametrize(("case", "steps"), RUNS, ids=str)

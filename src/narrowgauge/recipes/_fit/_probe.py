@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -55,18 +56,18 @@ class Sample:
     weights: Tensor
     gradients: Tensor
 
-    @property
+    @functools.cached_property
     def noise(self) -> Tensor:
         """The variance of a step's gradient, by element: float32 (n,)."""
         return self.gradients.float().var(0)
 
-    @property
+    @functools.cached_property
     def signal(self) -> float:
         """The mean over the elements of the squared mean gradient; an estimate without bias, at least 0."""
         mean = self.gradients.float().mean(0)
         return max(0.0, float((mean.square() - self.noise / len(self.gradients)).mean()))
 
-    @property
+    @functools.cached_property
     def mean(self) -> Tensor:
         """The mean gradient, shortened so that its squared length is an estimate without bias: float32 (n,)."""
         mean = self.gradients.float().mean(0)
