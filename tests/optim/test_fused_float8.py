@@ -34,18 +34,13 @@ def words(count: int) -> tuple[Tensor, Tensor]:
     return codes.reshape(-1)[-count:].to(torch.uint8), low.reshape(-1)[-count:].to(torch.int8)
 
 
-<<<<<<< HEAD
-def compared(weights: list[Tensor], grads: list[Tensor], where: str, rule: Any = Move) -> list[float]:
+def compared(
+    weights: list[Tensor], grads: list[Tensor], where: str, rule: Any = Move, block: int = 256
+) -> list[float]:
     """The scales after two steps, which are taken alike by kernels on a device, or by C, and by eager torch."""
     states, device = {"v": "log8"} if rule is Both else {}, where.removeprefix("C on ")
     weights, grads = ([x.to(device) for x in some] for some in (weights, grads))
-    eager, fused = kept(rule(), states, 256, weights, grads, where != device, weights="fp8split8")
-=======
-def compared(weights: list[Tensor], grads: list[Tensor], rule: Any = Move, block: int = 256) -> list[float]:
-    """The scales after two steps, which are taken alike by kernels and by eager torch."""
-    states = {"v": "log8"} if rule is Both else {}
-    eager, fused = kept(rule(), states, block, weights, grads, weights="fp8split8")
->>>>>>> h-tests
+    eager, fused = kept(rule(), states, block, weights, grads, where != device, weights="fp8split8")
     for (p, state), (q, other) in zip(eager, fused, strict=True):
         assert isinstance(p, Float8Weight)
         assert isinstance(q, Float8Weight)
@@ -69,11 +64,7 @@ def where(request: pytest.FixtureRequest, device: str) -> str:
     [(Both, 65_536, 4096, -9), (Both, 5999, 256, -32), (Move, 5999, 256, 7), (Both, 1, 256, 0)],
     ids=str,
 )
-<<<<<<< HEAD
-def test_every_pair_of_words_under_any_update(rule: type, count: int, power: int, where: str) -> None:
-=======
-def test_every_pair_of_words_under_any_update(rule: type, count: int, block: int, power: int, device: str) -> None:
->>>>>>> h-tests
+def test_every_pair_of_words_under_any_update(rule: type, count: int, block: int, power: int, where: str) -> None:
     generator = torch.Generator().manual_seed(count)
     codes, low = words(count)
     grads = torch.randn(count, generator=generator) * 2.0**power
@@ -83,11 +74,7 @@ def test_every_pair_of_words_under_any_update(rule: type, count: int, block: int
     grads[1::101] = torch.inf
     grads[2::103] = torch.nan
     weight = Float8Weight(codes.view(torch.float8_e4m3fn), torch.tensor(2.0**power), low)
-<<<<<<< HEAD
-    compared([weight], [grads], where, rule)
-=======
-    compared([weight.to(device)], [grads.to(device)], rule, block)
->>>>>>> h-tests
+    compared([weight], [grads], where, rule, block)
 
 
 def test_scales_grow_and_shrink_each_by_its_own_tensor(where: str) -> None:
