@@ -170,7 +170,7 @@ def choice(*runs: Results) -> str:
         ("bytes", lambda name: every[0][name].formula, ".2f"),
         ("take", lambda name: SHORT.get(name, f"`{name}`")),
         *(
-            (f"{results['training']['model']}, {_what(results)}", lambda name, each=each: _difference(each[name]))
+            (f"{results['training']['model']}, {_what(results)}", lambda name, each=each: f"{each[name].mean:+.4f}")
             for results, each in zip(runs, every, strict=True)
         ),
         ("for", CHOICE.__getitem__),
