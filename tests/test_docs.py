@@ -139,7 +139,7 @@ def test_the_choice_of_a_recipe_is_that_of_the_committed_results() -> None:
             f"{run['peak_memory'] / 1e9:.0f} GB",
         ]
     text = prose("docs/start.md")
-    assert f"torch's fused fp32 AdamW {measured['torch fused, fp32']['optimizer_ms']:.1f} ms" in text
+    assert f"torch's fused fp32 AdamW takes {measured['torch fused, fp32']['optimizer_ms']:.1f} ms" in text
     assert f"The seeds of `master` end {max(losses['D'].values()) - min(losses['D'].values()):.2f} apart" in text
 
 

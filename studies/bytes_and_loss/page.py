@@ -1,4 +1,4 @@
-"""Tables, facts and the picture of bytes against loss.
+"""Tables, facts and pictures of bytes against loss.
 
 A difference is taken seed by seed, from runs with the same start and the same batches, and its mean is what
 counts. What it is held against is the spread: the standard deviation of the reference's own losses over the seeds.
@@ -23,7 +23,7 @@ from studies.shared.tables import Results, apart, fill_in, left_out, machine, pe
 
 REFERENCE = "D"
 PACKAGES = ("bitsandbytes", "torchao", "flashoptim", "torch-optimi")
-# Of the front page: a row's name there, and why it is there.
+# Rows of the front page, and their names there.
 SHORT = {
     "D": "`master`",
     "split8 + log8": "`adamw8bit-split8`",
@@ -40,7 +40,7 @@ CHOICE = {
     "split8 + log8": "everything; fp32's training",
     "split4 + log8": "everything; nearly the same training",
     "split4 + log4/log8": "fine-tuning; from scratch another training, with a lower loss",
-    "stochastic + log4/log8": "training from scratch; fine-tuning ends a little higher",
+    "stochastic + log4/log8": "from scratch, another training too; fine-tuning ends a little higher",
     "stochastic + log4": "where nothing else fits",
 }
 # Family: its color and marker. New storages stand out, whatever their weights.
@@ -312,7 +312,7 @@ def bytes_against_loss(results: Results) -> Figure:
 
 
 def few_bytes(results: Results) -> Figure:
-    """The rows below 8 bytes on a linear scale, each with its seeds."""
+    """The rows below 7.5 bytes on a linear scale, each with its seeds."""
     rows = [row for row in found(results) if row.mean is not None and (row.bytes or 8.0) < 7.5]
     figure, axis = pictures.figure(12.5, 6.4)
     axis.axhline(0, color=MUTED, linewidth=1)

@@ -1,12 +1,11 @@
 """Bytes against loss: what is compared. A row is a way to keep weights and moments, ours or a peer's.
 
-Rows come in tiers, which is the order they are run in, so that a run that is cut short has answered the first
-questions first:
+Rows are run in order of their tiers, so that a run that is cut short has answered the first questions:
 
     0 anchors   fp32 states, and 8-bit states of two kinds, all on exact fp32 weights: only the states differ
     1 low       fewer and fewer bytes, and the control: fp32 states again, other ties in rounding
     2 peers     other libraries' optimizers on the same bf16 weights, as they come
-    3           the anchors once more under other settings: no row of its own
+    3           the anchors under other settings; adds no row
     4 rest      every other recipe of the library
     5 float8    linear layers that multiply in float8, over fp32 masters and over float8 weights
 
@@ -149,7 +148,7 @@ def _named(tier: int, name: str) -> Ours:
 _EXACT = "bf16 + int16 words (exact fp32 weights), "
 _SPLIT8 = "bf16 + int8 words (24-bit weights), "
 _SPLIT4 = "bf16 + 4-bit words (20-bit weights), "
-_FP8SPLIT8 = "float8 + int8 words (12-bit weights), "
+_FP8SPLIT8 = "float8 + int8 words (16-bit weights), "
 _STOCHASTIC = "bf16 rounded stochastically, "
 _PEERS = (
     Peer("FlashAdamW", "24-bit weights, companded 8-bit states", PEERS, "flashoptim", _flashoptim),

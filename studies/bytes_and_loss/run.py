@@ -7,11 +7,11 @@
 Every row starts from the same weights and sees the same batches, so the loss of D (fp32 states, fp32 master
 weights) can be subtracted from its own seed by seed; how far D's losses lie apart over the seeds says which
 differences mean anything. A peer's optimizer has a process of its own. Embeddings are kept like every other
-parameter: in 8 bits, with no stable embedding and no mark.
+parameter, except in the row that says otherwise.
 
-The first of `--beta2`, `--model` is for all rows, what follows for the anchors alone. Of several `--lr` all rows
-get that under which D ends lowest with seed 0. Results are written as they come: `--minutes` begins no run that
-would not end in time, and `--resume` goes on.
+The first `--beta2` and `--model` are for all rows, further ones for the anchors. With several `--lr` all rows get
+the one under which D ends lowest with seed 0. Results are written as they come: with `--minutes` no run begins
+that would end too late, and `--resume` goes on.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 /* A float8 weight: e4m3 codes, int8 low words and a scale of the whole tensor; see storage/_float8_weight.py. A word is
- * a code with its sign and eight more bits. What 16 bits can hold is in 16: a vector has twice as many of them. Where
- * SCALED is defined, list.h calls `largest_code` and `next_scale`. */
+ * a code with its sign and eight more bits. Arithmetic is in 16 bits where they suffice: a vector holds twice as many.
+ * Where SCALED is defined, list.h calls `largest_code` and `next_scale`. */
 
 #define SCALED
 #define NAN_CODE 0x7F
@@ -14,8 +14,8 @@ INLINE void fp8split8_read(const u8 *restrict codes, const int8_t *restrict low,
         words[i] = (int16_t)((codes[i] << 8) + (given > least ? given : least));
     }
     EACH_OF_PART {
-        /* Read as a subnormal number a word is less than as a normal one if it is subnormal, and more if it is not. So
-         * the smaller value is right, and of a value, below, the larger pattern. */
+        /* Read both as a normal number and as a subnormal one: the smaller value is right. Of a value that is written,
+         * below, the larger pattern is. */
         const i32 word = words[i], bare = (i32)((u32)word << 17 >> 5);
         const i32 normal = bare + REBIAS, subnormal = pattern(number(normal + (1 << 23)) - SMALLEST_NORMAL);
         const i32 magnitude = pattern(number(smaller(normal, subnormal)) * scale);
@@ -42,7 +42,7 @@ INLINE void fp8split8_add(
     EACH_OF_PART low[i] = (int8_t)words[i];
 }
 
-/* The largest code that is a number, without sign. One more is looked for, so that NaN is the least. */
+/* The largest code that is a number, without sign. Codes are compared after adding 1, which makes NaN 0. */
 INLINE i32 largest_code(const u8 *codes, const long count) {
     u8 largest = 1;
     for (long i = 0; i < count; i++) {
