@@ -139,8 +139,7 @@ def test_a_recipe_that_diverges_is_reported_and_the_others_go_on(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     diverging = "A@lr=1e38,weight_decay=0"
-    arguments = ("--recipes", f"{diverging},D", "--threads", 2)
-    assert compare("--out", tmp_path, "--data", text, *arguments, *SMALL) == 0
+    assert compare("--out", tmp_path, "--data", text, "--recipes", f"{diverging},D", *SMALL) == 0
     results = json.loads((tmp_path / "results.json").read_text())
     rows = results["recipes"]
     assert set(rows) == {diverging, "D"}
@@ -150,7 +149,14 @@ def test_a_recipe_that_diverges_is_reported_and_the_others_go_on(
     assert 4 < rows["D"]["validation_loss"] < 6
     assert f"{diverging}, seed 0: diverged at step" in capsys.readouterr().out
     assert "diverged" in (tmp_path / "report.html").read_text()
-    assert results["environment"]["threads"] == "2"
+
+
+@pytest.mark.usefixtures("unread_page")
+def test_threads_are_those_asked_for_and_given_back(text: Path, tmp_path: Path) -> None:
+    # One step: two threads beside those of other tests wait for one another.
+    arguments = ("--recipes", "A", "--threads", 2, "--steps", 1)
+    assert compare("--out", tmp_path, "--data", text, *SMALL, *arguments) == 0
+    assert json.loads((tmp_path / "results.json").read_text())["environment"]["threads"] == "2"
     assert torch.get_num_threads() == 1
 
 
