@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib.util
 import multiprocessing
@@ -69,8 +70,8 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # or nanobind finds its objects there at the end, and says so
+# Or nanobind finds its objects there at the end, and says so. Pytest itself looks for garbage before that.
+atexit.register(gc.unfreeze)
 
 
 def _isolate(config: pytest.Config) -> None:

@@ -21,7 +21,7 @@ from narrowgauge.trainers import _comparison
 
 pytestmark = pytest.mark.usefixtures("surroundings")
 
-SMALL = ("--steps", "8", "--batch", "2", "--sequence", "16", "--vocabulary", "256", "--validation-windows", "4")
+SMALL = ("--steps", "4", "--batch", "2", "--sequence", "16", "--vocabulary", "256", "--validation-windows", "4")
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +29,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("".join(f"{n} bottles of beer on the wall, {n} bottles of beer.\n" for n in range(400)))
     return path
+
+
+@pytest.fixture
+def unread_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No page is drawn in tests that read the results only; drawing takes as long as training."""
+    monkeypatch.setattr("narrowgauge.cli._compare.write_report", lambda results, path: None)
 
 
 def compare(*arguments: object) -> int:
@@ -96,6 +102,7 @@ def test_gauges_change_nothing_and_a_second_comparison_keeps_the_first(text: Pat
     assert len(list((tmp_path / "out").glob("results*.json"))) == 2
 
 
+@pytest.mark.usefixtures("unread_page")
 def test_plain_bf16_loses_updates_that_the_others_keep(text: Path, tmp_path: Path) -> None:
     names = "A,B,C,D,D-MW,split8"
     assert (
@@ -111,6 +118,7 @@ def test_plain_bf16_loses_updates_that_the_others_keep(text: Path, tmp_path: Pat
         assert rows[name]["lost_visible_updates"] > 0.7
 
 
+@pytest.mark.usefixtures("unread_page")
 def test_strict_arithmetic_is_honoured_where_there_is_one(text: Path, tmp_path: Path) -> None:
     losses = {}
     for arithmetic in ("fp32", "strict"):
@@ -131,8 +139,7 @@ def test_a_recipe_that_diverges_is_reported_and_the_others_go_on(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     diverging = "A@lr=1e38,weight_decay=0"
-    arguments = ("--recipes", f"{diverging},D", "--threads", 2)
-    assert compare("--out", tmp_path, "--data", text, *arguments, *SMALL) == 0
+    assert compare("--out", tmp_path, "--data", text, "--recipes", f"{diverging},D", *SMALL) == 0
     results = json.loads((tmp_path / "results.json").read_text())
     rows = results["recipes"]
     assert set(rows) == {diverging, "D"}
@@ -142,10 +149,18 @@ def test_a_recipe_that_diverges_is_reported_and_the_others_go_on(
     assert 4 < rows["D"]["validation_loss"] < 6
     assert f"{diverging}, seed 0: diverged at step" in capsys.readouterr().out
     assert "diverged" in (tmp_path / "report.html").read_text()
-    assert results["environment"]["threads"] == "2"
+
+
+@pytest.mark.usefixtures("unread_page")
+def test_threads_are_those_asked_for_and_given_back(text: Path, tmp_path: Path) -> None:
+    # One step: two threads beside those of other tests wait for one another.
+    arguments = ("--recipes", "A", "--threads", 2, "--steps", 1)
+    assert compare("--out", tmp_path, "--data", text, *SMALL, *arguments) == 0
+    assert json.loads((tmp_path / "results.json").read_text())["environment"]["threads"] == "2"
     assert torch.get_num_threads() == 1
 
 
+@pytest.mark.usefixtures("unread_page")
 def test_what_does_not_fit_into_memory_is_said_and_what_is_finished_stays(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +249,7 @@ def test_several_processes_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("unread_page")
 def test_seeds_differ_recipes_of_one_share_their_batches_and_a_narrow_table_has_whole_numbers(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,7 +263,9 @@ def test_seeds_differ_recipes_of_one_share_their_batches_and_a_narrow_table_has_
 
     monkeypatch.setattr(_comparison, "train", train)
     monkeypatch.setenv("COLUMNS", "80")
-    assert compare("--out", tmp_path, "--data", text, "--recipes", "A,D,fp32", "--seeds", 2, *SMALL) == 0
+    assert (
+        compare("--out", tmp_path, "--data", text, "--recipes", "A,D,fp32", "--seeds", 2, *SMALL, "--steps", 3) == 0
+    )
     printed = capsys.readouterr().out
     assert "…" not in printed
     for row in json.loads((tmp_path / "results.json").read_text())["recipes"].values():

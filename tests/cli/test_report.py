@@ -7,12 +7,14 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import pytest
 from html_page import Page
 
+from narrowgauge.cli import _charts
 from narrowgauge.cli._report import _compare_page
 
 LOSSES = {"fp32": 3.0400, "A": 3.1912, "C": 3.0421, "D": 3.0412}
@@ -61,6 +63,12 @@ def recipe(
 
 
 @pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave pictures out of the pages of tests that read the text: drawing them takes most of the time."""
+    monkeypatch.setattr(_charts, "_to_svg", lambda figure, name, title: f'<svg aria-label="{escape(title)}"></svg>')
+
+
+@pytest.fixture
 def write(tmp_path: Path) -> Any:
     def write(results: dict[str, Any]) -> tuple[Page, str]:
         path = tmp_path / "report.html"
@@ -85,6 +93,7 @@ def test_every_recipe_and_number_is_shown(write: Any) -> None:
         assert fact in page.text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_summary_with_one_seed_claims_no_spread(write: Any) -> None:
     text = write(make())[0].text
     assert "was trained for 200 steps under 4 recipes, with one seed." in text
@@ -95,6 +104,7 @@ def test_summary_with_one_seed_claims_no_spread(write: Any) -> None:
     assert "D keeps 16 bytes per parameter, A 8 (50 % less) and C 12 (25 % less)." in text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_summary_with_seeds_tells_what_is_within_the_spread(write: Any) -> None:
     page, _ = write(make(spread=0.01, seeds=3))
     assert "Against it, A ended higher by 0.15000 ± 0.01000." in page.text
@@ -103,6 +113,7 @@ def test_summary_with_seeds_tells_what_is_within_the_spread(write: Any) -> None:
     assert page.row("C")[4] == "+0.00090 ± 0.01000within the spread"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_summary_of_many_recipes_names_the_extremes(write: Any) -> None:
     losses = {f"r{i}": 3 + 0.01 * i for i in range(1, 14)} | {"D": 3.0}
     text = write(make(losses))[0].text
@@ -120,6 +131,7 @@ def test_diverged_recipe(write: Any) -> None:
     assert page.row("A")[4] == "—"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_interrupted_run_says_so_and_what_is_missing(write: Any) -> None:
     assert "interrupted" not in write(make())[0].text
     results = make(seeds=2) | {"interrupted": True}
@@ -174,6 +186,7 @@ def test_edges(write: Any) -> None:
     assert "No recipe served" not in page.text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_writing_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "report.html"
     _compare_page.write_report(make(), path)

@@ -108,7 +108,7 @@ def test_steps_are_those_of_the_eager_path(
     name: str, options: dict[str, Any], dtype: torch.dtype, device: str, looks: list[int]
 ) -> None:
     pair = Pair(device, name, dtype=dtype, **options)
-    pair.step(4)
+    pair.step(3)
     pair.check()
     assert pair.paths == ["fused Triton, fp32"] * len(SHAPES)
     assert looks == [len(SHAPES)]  # gradients lay elsewhere each time, and nothing was made anew
@@ -117,12 +117,12 @@ def test_steps_are_those_of_the_eager_path(
 def test_numbers_that_change(device: str, looks: list[int]) -> None:
     pair = Pair(device, lr=torch.tensor(0.01, device=device), **SPLIT8)
     schedules = pair.both(lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.02, total_steps=8))
-    pair.step(2)
+    pair.step()
     for schedule in schedules:
         schedule.step()
     pair.step()
     pair.both(lambda optimizer: optimizer.param_groups[0].update(weight_decay=0.3, lr=0.02))
-    pair.step(2)
+    pair.step()
     pair.both(lambda optimizer: optimizer.param_groups[0].update(lr=torch.tensor(0.03)))
     pair.step()
     pair.both(lambda optimizer: optimizer.param_groups[0]["lr"].mul_(0.5))
@@ -160,7 +160,7 @@ def test_gradients_that_come_and_go(device: str, looks: list[int]) -> None:
 def test_groups(device: str) -> None:
     """Each with its own numbers; one is added between steps."""
     pair = Pair(device, **SPLIT8)
-    pair.step(2)
+    pair.step()
     for ps, optimizer in ((pair.ps, pair.fused), (pair.qs, pair.eager)):
         extra = torch.nn.Parameter(torch.ones(30, 20, dtype=torch.bfloat16, device=device))
         ps.append(extra)

@@ -235,7 +235,7 @@ NO_TIME = 1e-9  # seconds: used up by the first step of any machine, so that all
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("narrowgauge.recipes._fit._replay._LEAST_STEPS", 60)
+    monkeypatch.setattr("narrowgauge.recipes._fit._replay._LEAST_STEPS", 24)
 
 
 def fitted(**options: Any) -> ng.recipes.FittedRecipe:

@@ -22,7 +22,7 @@ WORDS = {
     "collage_float8": ["--data", "TEXT"],
     "collage_throughput": ["--only", "[DA]", "--only", "adamw8bit*"],
     "collage_training": ["--data", "TEXT", "--only", "[ABD]"],
-    "compressed_training": ["--data", "TEXT", "--only", "fp32", "--only", "2 nearest"],
+    "compressed_training": ["--data", "TEXT", "--steps", "4", "--only", "fp32", "--only", "2 nearest"],
     "eight_bit_adam": ["--data", "TEXT"],
     "fit": ["--data", "TEXT", "--pairs", "PAIRS", "--model", "clip-micro", "--only", "D", "--only", "*6.5*"],
     "inner_product_noise": ["--data", "TEXT"],

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 from narrowgauge import recipes
@@ -117,9 +116,12 @@ def _answers(one: MemoryPlan, recipe: Recipe, memory: int, peak: Callable[[Recip
     Args:
         peak: bytes by recipe and tokens, of a model that has positions for as many as it is trained on; else None.
     """
-    longest = None if one.batch is None or one.sequence is None else one.longest_sequence()
-    if longest and peak is not None and longest == one.positions:
-        longest = largest(partial(peak, recipe), memory, MOST, start=longest)
+    longest = None
+    if one.sequence is not None and one.sequence == one.positions and one.fits and peak is not None:
+        start = one.sequence
+        longest = largest(lambda n: one.peak if n == start else peak(recipe, n), memory, MOST, start)
+    elif one.sequence is not None:
+        longest = one.longest_sequence()
     return {
         "largest_batch": None if one.batch is None else one.largest_batch(),
         "longest_sequence": longest,
