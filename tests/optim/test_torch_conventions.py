@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from typing import Any
 
 import pytest
@@ -12,17 +11,12 @@ from twins import NAMESAKES, distance, ours, parameters, torchs, train
 
 pytest.importorskip("expecttest", reason="torch's list of optimizer inputs needs the package expecttest")
 
-from torch.testing._internal.opinfo import core
-
-with pytest.MonkeyPatch.context() as patch:
-    # The list asks for one class of a module that takes seconds to describe torch's operators.
-    patch.setitem(sys.modules, "torch.testing._internal.common_methods_invocations", core)
-    from torch.testing._internal.common_optimizers import (
-        ErrorOptimizerInput,
-        OptimizerErrorEnum,
-        OptimizerInput,
-        optim_db,
-    )
+from torch.testing._internal.common_optimizers import (
+    ErrorOptimizerInput,
+    OptimizerErrorEnum,
+    OptimizerInput,
+    optim_db,
+)
 
 INFOS = {info.name: info for info in optim_db if info.name in NAMESAKES}
 # Asked for a GPU, the list has the capturable inputs too; those need one for torch's optimizers only.

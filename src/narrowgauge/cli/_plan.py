@@ -117,11 +117,12 @@ def _answers(one: MemoryPlan, recipe: Recipe, memory: int, peak: Callable[[Recip
         peak: bytes by recipe and tokens, of a model that has positions for as many as it is trained on; else None.
     """
     longest = None
-    if one.sequence is not None and one.sequence == one.positions and one.fits and peak is not None:
-        start = one.sequence
-        longest = largest(lambda n: one.peak if n == start else peak(recipe, n), memory, MOST, start)
-    elif one.sequence is not None:
-        longest = one.longest_sequence()
+    if one.batch is not None and one.sequence is not None:
+        at = one.positions  # where this plan fits, the search begins
+        if peak is not None and one.sequence == at and one.fits:
+            longest = largest(lambda tokens: one.peak if tokens == at else peak(recipe, tokens), memory, MOST, at)
+        else:
+            longest = one.longest_sequence()
     return {
         "largest_batch": None if one.batch is None else one.largest_batch(),
         "longest_sequence": longest,
