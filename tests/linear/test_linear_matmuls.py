@@ -302,8 +302,9 @@ def decibels(got: Tensor, exact: Tensor, of_rows: bool) -> float:
 
 @pytest.mark.parametrize("beyond", [False, True])
 def test_the_noise_of_blocks_beside_one_scale(beyond: bool) -> None:
-    """Features 30 times as large cost one scale a decibel or two, as float8 has an exponent. One scale loses what is
-    below that exponent's range: in two tokens these features are 2^15 times as large; the median row is compared.
+    """Features 30 times as large cost one scale a decibel or two, as float8 has an exponent. One scale loses what
+    is below that exponent's range: in two tokens these features are 2^15 times as large, and the median row is
+    compared.
     """
     torch.manual_seed(0)
     x, w, g = torch.randn(512, 1024), torch.randn(384, 1024) / 32, torch.randn(512, 384)

@@ -395,7 +395,7 @@ def test_bytes_are_read_as_they_are_written() -> None:
 
 
 def test_codes_and_scales_of_blocks_are_counted() -> None:
-    """X in 1 x 128 blocks along the tokens in place of X, and W's tiles for the layer whose input has a gradient."""
+    """X in blocks along the tokens in place of X, and the tiles of W where the input has a gradient."""
     sides, tokens = ((640, 520), (520, 640)), 300
 
     def loss(model: nn.Module, batch: int, sequence: int) -> torch.Tensor:

@@ -63,11 +63,11 @@ def blocked_matmul(left: ScaledCodes, right: ScaledCodes, bias: Tensor | None, d
     blocks = -(-inner // BLOCK)
     left_scale = spread(left.scale, (rows, left.scale.shape[1])).expand(rows, blocks)
     right_scale = spread(right.scale, (right.scale.shape[0], columns)).expand(blocks, columns)
-    total = torch.zeros((rows, columns), device=left.codes.device)
+    total = torch.zeros((rows, columns), dtype=torch.float32, device=left.codes.device)
     for i in range(blocks):
         part = slice(i * BLOCK, (i + 1) * BLOCK)
         product = left.codes[:, part].to(torch.float32) @ right.codes[part].to(torch.float32)
-        total += product * (left_scale[:, i, None] * right_scale[i])
+        total.add_(product * (left_scale[:, i, None] * right_scale[i]))
     return _rounded(total, bias, dtype)
 
 
