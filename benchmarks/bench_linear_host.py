@@ -35,7 +35,7 @@ from narrowgauge.linear import (
     _ops,
 )
 
-# Plans, and how many times the host's time of nn.Linear they may take on a GPU.
+# Plans with kernels, and how many times the host's time of nn.Linear they may take on a GPU.
 PLANS = {
     "SWITCHBACK int8": (SWITCHBACK, 2.0),
     "SWITCHBACK e4m3": (SWITCHBACK.with_format("e4m3"), 2.0),

@@ -19,9 +19,12 @@ PAPER = {
     "SWITCHBACK_Q": (("row", "row"), ("row", "column"), None, False),  # Algorithm 4, Equation 4
     "LLM_INT8": (("row", "row"), ("row", "column"), ("column", "column"), False),  # Section 2.2.3
     "TENSORWISE_FP8": (("tensor", "tensor"), ("tensor", "tensor"), ("tensor", "tensor"), False),  # Section 2.3
+    # DeepSeek-V3 Technical Report, Section 3.3.2: 1 x 128 for X and G, 128 x 128 for W.
+    "BLOCKWISE_FP8": (("row128", "tile128"), ("row128", "tile128"), ("column128", "column128"), False),
     "HIGH_PRECISION": (None, None, None, False),  # Algorithm 5
 }
 AXIS = {"row": 1, "column": 0, "tensor": None}
+BLOCKS = {"row128": (1, 128), "column128": (128, 1), "tile128": (128, 128)}
 LARGEST = {"int8": 127.0, "e4m3": 448.0, "e5m2": 57344.0}
 FLOATS = {"e4m3": formats.FP8_E4M3, "e5m2": formats.FP8_E5M2}
 
@@ -32,11 +35,18 @@ class Coded(NamedTuple):
 
 
 def code(x: np.ndarray, scaling: str, form: str) -> Coded:
-    """Equation 1, for finite x."""
+    """Equation 1, for finite x; in blocks that of each block."""
     x = x.astype(np.float32)
-    absmax = np.abs(x).max(axis=AXIS[scaling], keepdims=True)
+    high, wide = BLOCKS.get(scaling, (0, 0))
+    if high:
+        rows, columns = range(0, x.shape[0], high), range(0, x.shape[1], wide)
+        absmax = np.array([[np.abs(x[i : i + high, j : j + wide]).max() for j in columns] for i in rows])
+    else:
+        absmax = np.abs(x).max(axis=AXIS[scaling], keepdims=True)
     largest = np.float32(LARGEST[form])
     inverse = np.divide(largest, absmax, out=np.zeros_like(absmax), where=absmax > 0)
+    if high:
+        inverse = inverse.repeat(high, 0)[: x.shape[0]].repeat(wide, 1)[:, : x.shape[1]]
     scaled = x * inverse
     assert scaled.dtype == np.float32
     codes = np.rint(scaled).astype(np.float64) if form == "int8" else nearest(scaled, form)
@@ -60,8 +70,19 @@ class Product(NamedTuple):
 
 
 def multiply(left: Coded, right: Coded) -> Product:
-    scale = (left.scale * right.scale).astype(np.float64)
-    return Product((left.codes @ right.codes) * scale, (np.abs(left.codes) @ np.abs(right.codes)) * scale)
+    value, size = np.zeros(()), np.zeros(())
+    for i, start in enumerate(range(0, left.codes.shape[1], 128)):
+        one, other = left.codes[:, start : start + 128], right.codes[start : start + 128]
+        scale = (_scales(left, 0, i) * _scales(right, 1, i)).astype(np.float64)
+        value, size = value + (one @ other) * scale, size + (np.abs(one) @ np.abs(other)) * scale
+    return Product(value, size)
+
+
+def _scales(coded: Coded, axis: int, i: int) -> np.ndarray:
+    """Those of block i of the sum, a column for the left (0) or a row for the right operand (1)."""
+    scale, size = coded.scale, coded.codes.shape[axis]
+    scale = scale.take([min(i, scale.shape[1 - axis] - 1)], 1 - axis)
+    return scale if scale.shape[axis] in (1, size) else scale.repeat(128, axis).take(range(size), axis)
 
 
 def plain(left: np.ndarray, right: np.ndarray) -> Product:

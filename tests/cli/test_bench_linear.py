@@ -134,6 +134,7 @@ def test_plans_have_names() -> None:
     named = {
         "SWITCHBACK": "SWITCHBACK int8", "switchback_m:e4m3": "SWITCHBACK_M e4m3",
         "TENSORWISE_FP8:e4m3/e5m2": "TENSORWISE_FP8 e4m3/e5m2", "HIGH_PRECISION": "HIGH_PRECISION",
+        "blockwise_fp8": "BLOCKWISE_FP8 e4m3", "BLOCKWISE_FP8:e4m3/e5m2": "BLOCKWISE_FP8 e4m3/e5m2",
     }  # fmt: skip
     for text, name in named.items():
         assert plan_layer(text).name == name

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.linear import (
+    BLOCKWISE_FP8,
     LLM_INT8,
     SWITCHBACK,
     SWITCHBACK_M,
@@ -23,6 +24,7 @@ from narrowgauge.linear import (
     to_float8_weights,
 )
 from narrowgauge.linear._ops import EAGER
+from narrowgauge.linear._quantize import scale_shape
 from narrowgauge.storage import Float8Weight
 
 PLANS = {
@@ -33,6 +35,7 @@ PLANS = {
         LinearPlan(TENSORWISE_FP8.output, name="OUTPUT"),
         LinearPlan(TENSORWISE_FP8.output, name="OUTPUT", saved="codes"),
         LinearPlan(None, TENSORWISE_FP8.output, name="GRAD_INPUT"), TENSORWISE_FP8.with_moving_average(),
+        BLOCKWISE_FP8,
     )
 }  # fmt: skip
 
@@ -64,13 +67,16 @@ def test_products_are_those_of_quantizing_the_same_numbers_by_the_scale(
 
     def by_the_scale(x: Tensor, scaling: str, format: str = "int8", absmax: Tensor | None = None):
         if torch.equal(x, plain) or torch.equal(x, plain.t()):
-            shape = {"row": (x.shape[0], 1), "column": (1, x.shape[1]), "tensor": (1, 1)}[scaling]
-            absmax = (weight.scale * 448).expand(shape)
+            absmax = (weight.scale * 448).expand(scale_shape(scaling, *x.shape))
         return quantize(x, scaling, format, absmax)
 
     def tensor(x: Tensor, average: Tensor | None, *settings):
         known = weight.scale * 448 if torch.equal(x, plain) else average
         return EAGER.quantize_tensor(x, known, *settings)
+
+    def blocks(x: Tensor, scaling: str, format: str, straight: bool, transposed: bool, *settings):
+        codes, scale, total = _vectors(by_the_scale(x, scaling, format), x, *settings)
+        return codes, codes.t().contiguous(), scale, total
 
     def operations(*_: Tensor):
         return EAGER._replace(
@@ -79,6 +85,7 @@ def test_products_are_those_of_quantizing_the_same_numbers_by_the_scale(
                 by_the_scale(x, "column", format), x, sums, dtype, turned=True
             ),
             quantize_tensor=tensor,
+            quantize_blocks=blocks,
         )
 
     monkeypatch.setattr("narrowgauge.linear._function.operations", operations)
@@ -106,7 +113,7 @@ def test_no_weight_is_quantized_and_none_is_saved_twice(plan: LinearPlan, monkey
     def watched(run):
         return lambda x, *rest: (quantized.append(tuple(x.shape)), run(x, *rest))[1]
 
-    names = ("quantize_rows", "quantize_columns", "quantize_tensor")
+    names = ("quantize_rows", "quantize_columns", "quantize_tensor", "quantize_blocks")
     operations = EAGER._replace(**{name: watched(getattr(EAGER, name)) for name in names})
     monkeypatch.setattr("narrowgauge.linear._function.operations", lambda *_: operations)
     saved: list[Tensor] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 
 import linear_oracle as oracle
 import narrowgauge as ng
-from narrowgauge.linear import EightBit, LinearPlan, _matmuls, _reference, linear
+from narrowgauge.linear import EightBit, LinearPlan, _matmuls, _reference, linear, quantize
 from pairwise import by_pairs
 
 PLANS = {name: getattr(ng.linear, name) for name in oracle.PAPER}
@@ -63,6 +64,33 @@ def test_every_multiply_is_that_of_the_papers_algorithm(name: str, forms: tuple,
             # The dequantized input is rounded to the layer's dtype before it is multiplied.
             product = product._replace(size=product.size * 2.0**16)
         within(got, product, terms, exact=how is not None and forms[0] == "int8")
+
+
+@by_pairs(
+    sides=[(128, 256, 384), (129, 255, 130), (1, 300, 127), (257, 1, 140), (140, 400, 1)], forms=FORMS,
+    saved=["input", "codes"],
+)  # fmt: skip
+def test_blocks_of_any_size_are_the_oracles(sides: tuple[int, int, int], forms: tuple, saved: str) -> None:
+    """Whole and shorter last blocks, along what is summed and across it."""
+    x, w, g = tensors(*sides)
+    b, n, m = sides
+    plan = replace(ng.linear.BLOCKWISE_FP8.with_format(*forms), saved=saved)
+    wanted = oracle.layer("BLOCKWISE_FP8", *(t.numpy() for t in (x, w, g)), *forms)
+    for got, product, terms in zip(run(plan, x, w, g), wanted, (n, m, b), strict=True):
+        within(got, product, terms, exact=False)
+
+
+def test_blocks_are_summed_in_order_in_float32() -> None:
+    """Bit for bit: each block's float32 product times the float32 product of its scales, first block first."""
+    x, w, g = tensors(150, 300, 140)
+    got = run(ng.linear.BLOCKWISE_FP8, x, w, g, torch.ones(140))
+    assert all(map(torch.equal, got, run(ng.linear.BLOCKWISE_FP8.simulated(), x, w, g, torch.ones(140))))
+    one, other = quantize(x, "row128", "e4m3"), quantize(w, "tile128", "e4m3")
+    total = torch.zeros(150, 140)
+    for i, part in enumerate((slice(0, 128), slice(128, 256), slice(256, 300))):
+        scale = one.scale[:, i, None] * other.scale[:, i].repeat_interleave(128)[:140]
+        total = total + (one.codes[:, part].float() @ other.codes[:, part].float().t()) * scale
+    assert torch.equal(got[0], total + 1)
 
 
 @pytest.mark.parametrize("name", ["SWITCHBACK", "SWITCHBACK_Q", "LLM_INT8"])
@@ -194,12 +222,16 @@ CUSTOM = {
         EightBit("row", "row"), EightBit("row", "column"), EightBit("column", "tensor"), saved="codes"
     ),
     "mixed": LinearPlan(EightBit("tensor", "row", "e4m3", "e5m2"), EightBit("row", "tensor", "e5m2", "e4m3")),
+    "blocks with vectors and tensors": LinearPlan(
+        EightBit("row128", "row"), EightBit("tensor", "column128"), EightBit("tile128", "column"), saved="codes"
+    ),
+    "tiles alone": LinearPlan(*[EightBit("tile128", "tile128", "e4m3")] * 3),
 }
 
 
 @pytest.mark.parametrize("plan", CUSTOM.values(), ids=CUSTOM)
 def test_plans_of_ones_own_run(plan: LinearPlan) -> None:
-    x, w, g = torch.randn(30, 20), torch.randn(25, 20), torch.randn(30, 25)
+    x, w, g = torch.randn(130, 150), torch.randn(135, 150), torch.randn(130, 135)
     for got, wanted in zip(run(plan, x, w, g), run(ng.linear.HIGH_PRECISION, x, w, g), strict=True):
         assert float((got - wanted).norm() / wanted.norm()) < 0.15
     assert not torch.equal(run(plan, x, w, g)[0], x @ w.t()) or plan.output is None
@@ -254,6 +286,39 @@ def test_what_the_other_plans_save() -> None:
     for name in ("SWITCHBACK_Q", "LLM_INT8"):  # whose backward passes need other codes
         assert {t.data_ptr() for t in saved_by(PLANS[name], x, w)} == {x.data_ptr(), w.data_ptr()}  # no copies
     assert sum(t.nbytes for t in saved_by(ng.linear.TENSORWISE_FP8, x, w)) == 64 * 48 + 32 * 48 + 2 * 4
+    # X in blocks along the tokens, of which the forward pass uses none; W in tiles, which both passes use.
+    x, w = torch.randn(150, 48, requires_grad=True), torch.randn(32, 48, requires_grad=True)
+    kept, codes, scale = saved_by(ng.linear.BLOCKWISE_FP8, x, w)
+    assert (kept.data_ptr(), codes.shape, codes.element_size(), scale.numel()) == (x.data_ptr(), (48, 32), 1, 1)
+    saved = saved_by(replace(ng.linear.BLOCKWISE_FP8, saved="codes"), x, w)
+    assert sum(t.nbytes for t in saved) == 150 * 48 + 4 * 2 * 48 + 32 * 48 + 4
+
+
+def decibels(got: Tensor, exact: Tensor, of_rows: bool) -> float:
+    """Signal to noise of a whole matrix, or the median of its rows."""
+    signal, noise = exact.square().sum(1), (got.double() - exact).square().sum(1)
+    return float(10 * ((signal / noise).median() if of_rows else signal.sum() / noise.sum()).log10())
+
+
+@pytest.mark.parametrize("beyond", [False, True])
+def test_the_noise_of_blocks_beside_one_scale(beyond: bool) -> None:
+    """Features 30 times as large cost one scale a decibel or two, as float8 has an exponent. One scale loses what
+    is below that exponent's range: in two tokens these features are 2^15 times as large, and the median row is
+    compared.
+    """
+    torch.manual_seed(0)
+    x, w, g = torch.randn(512, 1024), torch.randn(384, 1024) / 32, torch.randn(512, 384)
+    for matrix in (x, g):
+        matrix[: 2 if beyond else None, ::64] *= 2.0**15 if beyond else 30.0
+    left, right, gradient = x.double(), w.double(), g.double()
+    exact = left @ right.t(), gradient @ right, gradient.t() @ left
+    blocks, tensor = (
+        [decibels(got, wanted, of_rows=beyond) for got, wanted in zip(run(plan, x, w, g), exact, strict=True)]
+        for plan in (ng.linear.BLOCKWISE_FP8, ng.linear.TENSORWISE_FP8)
+    )
+    least, gain = (28.5, 8.0) if beyond else (29.0, 1.0)
+    assert min(blocks) > least
+    assert all(one > other + gain for one, other in zip(blocks, tensor, strict=True))
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,9 +23,16 @@ PLANS = {
     "SWITCHBACK_Q": ng.linear.SWITCHBACK_Q,
     "LLM_INT8": ng.linear.LLM_INT8,
     "averaged": AVERAGED,
+    "BLOCKWISE_FP8": ng.linear.BLOCKWISE_FP8,
+    "BLOCKWISE_FP8 codes": replace(ng.linear.BLOCKWISE_FP8, saved="codes"),
     "HIGH_PRECISION": ng.linear.HIGH_PRECISION,
 }
-COMPILED = ("SWITCHBACK_M e4m3", "LLM_INT8", "averaged")  # saves codes, does not, has buffers
+COMPILED = (
+    "SWITCHBACK_M e4m3",
+    "LLM_INT8",
+    "averaged",
+    "BLOCKWISE_FP8",
+)  # saves codes, does not, has buffers, blocks
 plans = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 
 # Torch's own, while it traces an autograd function.
@@ -174,6 +182,23 @@ def test_compiled_as_one_graph_it_is_the_same(plan: LinearPlan) -> None:
         x = torch.randn(6, 16)
         assert same(grads(model, x), grads(twin, x, compiled))
         assert [b.tolist() for b in model.buffers()] == [b.tolist() for b in twin.buffers()]
+
+
+@traced
+def test_blocks_compile_for_any_number_of_tokens() -> None:
+    """One graph for dynamic lengths: no loop over blocks is unrolled."""
+    torch.compiler.reset()
+    layer = LowPrecisionLinear(200, 136, plan=ng.linear.BLOCKWISE_FP8)
+    twin = copy.deepcopy(layer)
+    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager", dynamic=True)
+    with torch.compiler.set_stance("default"), torch._dynamo.config.patch(error_on_recompile=True):
+        for tokens in (130, 300):
+            x = torch.randn(tokens, 200)
+            assert same(grads(layer, x), grads(twin, x, compiled))
+            with torch.autocast("cpu", torch.bfloat16):
+                again = grads(layer, x, lambda x: checkpoint(layer, x, use_reentrant=False))
+                assert again[0].dtype == torch.bfloat16
+                assert same(grads(layer, x), again)
 
 
 @pytest.mark.slow

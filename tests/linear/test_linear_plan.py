@@ -14,7 +14,7 @@ PLANS = {name: plan for name in ng.linear.__all__ if isinstance(plan := getattr(
 
 
 def test_plans_are_values() -> None:
-    assert len(PLANS) == 6
+    assert len(PLANS) == 7
     for name, plan in PLANS.items():
         assert plan.name == name
         assert pickle.loads(pickle.dumps(plan)) == plan
@@ -48,17 +48,18 @@ def test_a_plan_prints_its_three_multiplies() -> None:
 
 
 REFUSED: dict[str, Callable[[], object]] = {
-    "left must be 'row', 'column' or 'tensor'.*, got 'block'": lambda: EightBit("block", "row"),
+    "left must be 'row', 'column', .* or 'tile128', got 'block'": lambda: EightBit("block", "row"),
     "right_format must .*, got 'e4m3' with 'int8'": lambda: EightBit("row", "row", "int8", "e4m3"),
     "output must be an EightBit, or None.*, got 'int8'": lambda: LinearPlan("int8"),
-    "output.left must be 'row' or 'tensor', got 'column': a scale of X": lambda: LinearPlan(
+    "output.left must be 'row', 'row128', 'tile128' or 'tensor', got 'column': a scale of X": lambda: LinearPlan(
         EightBit("column", "row")
     ),
-    "grad_input.right must be 'column' or 'tensor', got 'row': a scale of W must be constant along the output": (
+    "grad_input.right must be 'column', .* got 'row': a scale of W must be constant along the output": (
         lambda: LinearPlan(grad_input=EightBit("row", "row"))
     ),
-    "grad_weight.left must be 'column' or 'tensor'.*, got 'row'": (
-        lambda: LinearPlan(grad_weight=EightBit("row", "column"))
+    "grad_weight.left must be 'column', .*, got 'row'": lambda: LinearPlan(grad_weight=EightBit("row", "column")),
+    "grad_weight.right must be 'column', .* got 'row128': a scale of X must be .* tokens, .* along 128 of them": (
+        lambda: LinearPlan(grad_weight=EightBit("column128", "row128"))
     ),
     "accumulation must be 'fast' or 'full'.*, got 'slow'": lambda: LinearPlan(accumulation="slow"),
     "saved must be 'input' unless .*, got 'codes'": (

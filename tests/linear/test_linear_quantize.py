@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 import linear_oracle as oracle
 from narrowgauge.linear import quantize
+from pairwise import by_pairs
 
 FORMS = ("int8", "e4m3", "e5m2")
-SCALINGS = ("row", "column", "tensor")
+SCALINGS = ("row", "column", "tensor", "row128", "column128", "tile128")
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -26,6 +27,26 @@ def test_codes_and_scales_are_the_oracles(scaling: str, form: str) -> None:
     assert np.array_equal(got.codes.double().numpy(), wanted.codes)
     assert np.array_equal(got.scale.numpy(), wanted.scale)
     assert got.dequantize(torch.bfloat16).dtype == torch.bfloat16
+
+
+@by_pairs(scaling=oracle.BLOCKS.keys(), form=FORMS, shape=[(128, 256), (129, 127), (1, 300), (300, 1), (257, 130)])
+def test_blocks_are_the_oracles_where_the_last_is_shorter(scaling: str, form: str, shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape) * torch.exp(3 * torch.randn(shape))
+    x[:128, :128] = 0
+    for matrix in (x, x.t().contiguous().t()):
+        got, wanted = quantize(matrix, scaling, form), oracle.code(x.numpy(), scaling, form)
+        assert np.array_equal(got.codes.double().numpy(), wanted.codes)
+        assert np.array_equal(got.scale.numpy(), wanted.scale)
+    # Each block by itself, as a tensor; and its numbers.
+    high, wide = oracle.BLOCKS[scaling]
+    for i, rows in enumerate(x.split(high)):
+        for j, block in enumerate(rows.split(wide, 1)):
+            alone = quantize(block, "tensor", form)
+            assert torch.equal(got.scale[i, j].reshape(1, 1), alone.scale)
+            part = got.dequantize()[i * high : (i + 1) * high, j * wide : (j + 1) * wide]
+            assert torch.equal(part, alone.dequantize())
+    assert torch.equal(got.t().dequantize(), got.dequantize().t())
 
 
 @pytest.mark.parametrize("form", ["e4m3", "e5m2"])
@@ -55,7 +76,12 @@ def test_zeros_and_nothing(scaling: str, form: str) -> None:
         codes, scale = quantize(torch.zeros(shape), scaling, form)
         assert codes.shape == shape
         assert not codes.float().any()
-        assert scale.shape == {"row": (shape[0], 1), "column": (1, shape[1]), "tensor": (1, 1)}[scaling]
+        rows, columns = shape
+        some = int(rows > 0), int(columns > 0)
+        assert scale.shape == {
+            "row": (rows, 1), "column": (1, columns), "tensor": (1, 1),
+            "row128": (rows, some[1]), "column128": (some[0], columns), "tile128": some,
+        }[scaling]  # fmt: skip
         assert not scale.any()
 
 
@@ -100,6 +126,7 @@ def test_what_is_not_finite_comes_back_as_nan(scaling: str, bad: float) -> None:
     bad_x = x.clone()
     bad_x[1, 2] = bad
     lost = {"row": (slice(1, 2), slice(None)), "column": (slice(None), slice(2, 3)), "tensor": (slice(None),) * 2}
+    lost |= {"row128": lost["row"], "column128": lost["column"], "tile128": lost["tensor"]}
     for form in FORMS:
         got = quantize(bad_x, scaling, form)
         nan = torch.zeros(4, 5, dtype=torch.bool)
@@ -125,7 +152,7 @@ def test_a_given_absmax_is_the_scale_and_saturates(form: str) -> None:
 def test_what_it_does_not_take() -> None:
     with pytest.raises(ValueError, match=r"x must .*a matrix of floats.*got torch.float32 of shape \(3,\)"):
         quantize(torch.ones(3), "row")
-    with pytest.raises(ValueError, match=r"scaling must be 'row', 'column' or 'tensor', got 'block'"):
+    with pytest.raises(ValueError, match=r"scaling must be 'row', .* or 'tile128', got 'block'"):
         quantize(torch.ones(3, 3), "block")
     with pytest.raises(ValueError, match=r"format must be 'int8', 'e4m3' or 'e5m2', got 'int4'"):
         quantize(torch.ones(3, 3), "row", "int4")

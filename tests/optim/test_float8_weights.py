@@ -23,6 +23,7 @@ from narrowgauge.storage import Float8Weight
 BF16 = torch.bfloat16
 RECIPE = Recipe("fp8-8bit", "", BF16, "fp8split8", "log8", linear="TENSORWISE_FP8")
 NARROWER = Recipe("fp8-6bit", "", BF16, "fp8split8", {"m": "log4", "v": "log8"}, linear="SWITCHBACK:e4m3")
+BLOCKS = Recipe("blocks-8bit", "", BF16, "fp8split8", "log8", linear="BLOCKWISE_FP8")
 WIDE = Recipe("wide", "", BF16, "master", "log8", linear="TENSORWISE_FP8")
 
 
@@ -83,8 +84,9 @@ def test_a_parameter_takes_six_bytes_and_five_and_a_half() -> None:
         assert optimizer.state_bytes() == optimizer.describe().bytes + 12 * len(ps)
 
 
-def test_a_recipe_keeps_linear_weights_as_codes_and_all_else_in_split8() -> None:
-    model, optimizer = made()
+@pytest.mark.parametrize("recipe", [RECIPE, BLOCKS], ids=lambda recipe: recipe.name)
+def test_a_recipe_keeps_linear_weights_as_codes_and_all_else_in_split8(recipe: Recipe) -> None:
+    model, optimizer = made(recipe)
     assert [type(p) is Float8Weight for p in model.parameters()] == [
         name in ("1.weight", "4.weight", "6.weight") for name, _ in model.named_parameters()
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -391,3 +392,20 @@ def test_bytes_are_read_as_they_are_written() -> None:
     read = {"80GB": 80 * 10**9, "80 GiB": 80 << 30, "1.5tb": 15 * 10**11, "512B": 512, "2kB": 2000, "3MiB": 3 << 20}
     assert {text: parse_bytes("x", text) for text in read} == read
     assert parse_bytes("x", 12) == 12
+
+
+def test_codes_and_scales_of_blocks_are_counted() -> None:
+    """X in blocks along the tokens in place of X, and the tiles of W where the input has a gradient."""
+    sides, tokens = ((640, 520), (520, 640)), 300
+
+    def loss(model: nn.Module, batch: int, sequence: int) -> torch.Tensor:
+        return model(torch.zeros(tokens, 640, dtype=torch.bfloat16, device="meta")).float().square().mean()
+
+    def saved(plan: linear.LinearPlan) -> int:
+        model = nn.Sequential(*(nn.Linear(*side, bias=False) for side in sides)).bfloat16()
+        return recipes.plan_memory(model, "A", linear=plan, loss=loss).saved
+
+    plain, weight = saved(linear.HIGH_PRECISION), rounded(520 * 640) + rounded(4 * 5 * 5)
+    assert saved(linear.BLOCKWISE_FP8) == plain + weight
+    inputs = sum(rounded(tokens * n) + rounded(4 * 3 * n) - rounded(2 * tokens * n) for n, _ in sides)
+    assert saved(replace(linear.BLOCKWISE_FP8, saved="codes")) == plain + weight + inputs

@@ -90,9 +90,11 @@ def test_a_plan_takes_all_layers_but_the_head(small: TrainSettings, tmp_path: Pa
         assert len(planned) == layers
         assert not any(name.startswith(("lm_head", "cls")) for name in planned)
         assert {plan.formats for plan in planned.values()} == {("e4m3", "e5m2")}
-    plain, planned_losses = (run(small, tmp_path / name, linear=name) for name in ("none", "SWITCHBACK"))
-    assert planned_losses != plain
-    assert planned_losses == pytest.approx(plain, rel=0.05)
+    names = ("none", "SWITCHBACK", "BLOCKWISE_FP8")
+    plain, *planned_losses = (run(small, tmp_path / name, linear=name) for name in names)
+    for losses in planned_losses:
+        assert losses != plain
+        assert losses == pytest.approx(plain, rel=0.05)
 
 
 def test_the_optimizer_is_given_what_was_asked(small: TrainSettings) -> None:

@@ -5,6 +5,7 @@ from narrowgauge.linear._float8_weights import to_float8_weights
 from narrowgauge.linear._function import linear
 from narrowgauge.linear._module import LowPrecisionConv1D, LowPrecisionLinear
 from narrowgauge.linear._plan import (
+    BLOCKWISE_FP8,
     HIGH_PRECISION,
     LLM_INT8,
     SWITCHBACK,
@@ -20,6 +21,7 @@ from narrowgauge.linear._swap import SwapReport, swap_linears
 from narrowgauge.linear._tune import tune
 
 __all__ = [
+    "BLOCKWISE_FP8",
     "HIGH_PRECISION",
     "LLM_INT8",
     "SWITCHBACK",

@@ -19,8 +19,8 @@ def to_float8_weights(model: nn.Module) -> dict[str, str]:
     They are the weights of each `LowPrecisionLinear` and `LowPrecisionConv1D` whose plan multiplies them in e4m3
     and in no other format of eight bits, unless another module has the same parameter. They stay the same objects,
     so an optimizer may have them already. Layers then read the codes and quantize no weight; a plan's scaling of
-    the weight, by rows say, is replaced by the one scale that the weight has. The weights keep twelve significant
-    bits.
+    the weight, by rows or tiles say, is replaced by the one scale that the weight has. The weights keep twelve
+    significant bits.
 
     Args:
         model: the model, where it will be trained. Its weights may have any float dtype; to the outside they become

@@ -1,10 +1,10 @@
 """The three multiplies of a linear layer, on matrices or their codes, by the schedule of a plan.
 
 A multiply in eight bits reads both operands along the summed dimension, so it needs an operand's codes straight or
-transposed: W straight for the output and transposed for the gradient of the input. With one scale for the tensor
-both are the same codes; one kernel makes them in the forward pass, and the transposed ones are saved for the
-backward pass. That is the rule of saving: the codes, if the forward pass makes those that the backward pass needs;
-else the matrix itself or, by the plan, codes only.
+transposed: W straight for the output and transposed for the gradient of the input. With one scale for the tensor or
+for each tile both are the same codes; they are made at once in the forward pass, and the transposed ones are saved
+for the backward pass. That is the rule of saving: the codes, if the forward pass makes those that the backward pass
+needs; else the matrix itself or, by the plan, codes only.
 
 A `Float8Weight` consists of e4m3 codes: where a plan wants such codes of W, they are taken as they are, with the
 weight's one scale whatever the plan's scaling, and the weight itself is saved for the backward pass.
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from narrowgauge.linear._ops import Operations, eager_product
 from narrowgauge.linear._plan import MULTIPLIES, OPERANDS, LinearPlan, Multiply, Operand, Quantity
+from narrowgauge.linear._quantize import BLOCK_SCALINGS, scale_shape
 from narrowgauge.storage import Float8Weight
 from narrowgauge.storage._float8_weight import LARGEST_CODE
 
@@ -213,6 +214,11 @@ class Matmuls:
         """The product of a multiply's operands, each contiguous along the summed dimension."""
         left, left_scale = self.quantized(operands[0])
         right, right_scale = self.quantized(operands[1])
+        if any(codes.operand.scaling in BLOCK_SCALINGS for codes in operands):
+            # Simulated on every device. An operator, because its loop over blocks is not for compilers to unroll.
+            left_scale = left_scale if operands[0].order == "straight" else left_scale.t()
+            right_scale = right_scale if operands[1].order == "straight" else right_scale.t()
+            return self.run.product(left, right, left_scale, right_scale, bias, self.dtype, "blocks")
         if self.plan.arithmetic == "simulated":
             return eager_product(left, right, left_scale, right_scale, bias, self.dtype, "full", "simulated")
         return self.run.product(left, right, left_scale, right_scale, bias, self.dtype, self.plan.accumulation)
@@ -238,6 +244,10 @@ class Matmuls:
             if average is not None and quantity not in self.absmax:
                 own = own.reshape(())
                 self.absmax[quantity] = torch.stack([own, torch.where(average > 0, average, own)])
+        elif scaling in BLOCK_SCALINGS:
+            codes, turned, scale, total = self.run.quantize_blocks(
+                matrix, scaling, format, straight is not None, transposed is not None, sums, self.dtype
+            )
         else:
             quantize = self.run.quantize_rows if scaling == "row" else self.run.quantize_columns
             codes, scale, total = quantize(matrix, format, sums, self.dtype)
@@ -250,11 +260,9 @@ class Matmuls:
             self.sums = total
 
     def _take_codes(self, operand: Operand, weight: Float8Weight) -> None:
-        """The codes that a weight consists of. Its scale is that of each of its rows and columns, too."""
+        """The codes that a weight consists of. Its scale is that of each of its rows, columns and tiles, too."""
         straight, transposed = self.schedule.orders[operand]
-        rows, columns = weight.shape
-        shape = {"row": (rows, 1), "column": (1, columns), "tensor": (1, 1)}[operand.scaling]
-        scale = weight.scale.expand(shape).contiguous()
+        scale = weight.scale.expand(scale_shape(operand.scaling, *weight.shape)).contiguous()
         if self.averages is not None and operand.scaling == "tensor":
             self.absmax[operand.quantity] = (weight.scale * LARGEST_CODE).expand(2).clone()
         if straight is not None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from narrowgauge._arguments import check_instance
 from narrowgauge.linear._function import linear
 from narrowgauge.linear._ops import path
-from narrowgauge.linear._plan import SWITCHBACK, LinearPlan
+from narrowgauge.linear._plan import MULTIPLIES, SWITCHBACK, LinearPlan
 
 _AVERAGES = "absmax_averages"
 
@@ -46,8 +46,9 @@ class PlannedModule(nn.Module):
     def path(self) -> str:
         """How the weight's device multiplies eight bits: each format real or simulated, and by which library."""
         device = getattr(self, self.WEIGHT).device  # with weight norm it is no parameter
-        parts = [path(name, device, self.plan.arithmetic) for name in self.plan.formats]
-        return ", ".join(parts) or "high precision"
+        hows = [how for name in MULTIPLIES if (how := getattr(self.plan, name)) is not None]
+        parts = [path(one, device, self.plan.arithmetic, how.blocks) for how in hows for one in how.formats]
+        return ", ".join(dict.fromkeys(parts)) or "high precision"
 
     @property
     def averages(self) -> Tensor | None:

@@ -1,18 +1,20 @@
 """The heavy operations of a linear layer: eager torch, kernels, and operators of torch for compilers.
 
-They quantize a matrix by rows, by columns or as a whole, dequantize it, and multiply two in codes. On CUDA they
-are Triton kernels where Triton runs; elsewhere eager torch, which is the specification. The kernels match its codes
+They quantize a matrix by rows, by columns, as a whole or in blocks, dequantize it, and multiply two in codes. On
+CUDA they are Triton kernels where Triton runs; elsewhere, and for scales of blocks, eager torch, which is the
+specification. The kernels match its codes
 and scales bit for bit, its products of int8 too, and those of float8 up to the order and width of sums.
 
 Codes are in the memory order that a multiply reads: *straight*, (rows, columns), or *transposed*, (columns, rows),
 both contiguous. An order that was not requested is an empty tensor. Column sums are float32: the bias gradient
 needs them, and they cost nothing where G is read anyway.
 
-Each is an operator too (`narrowgauge::quantize_rows`, `quantize_columns`, `quantize_tensor`, `dequantize`,
-`multiply_codes`), so that `torch.compile` does not trace into it. An operator serves a compiler, a tensor subclass
-(sharded, fake, batched), or a mode that observes or changes every operation. Eager training has none of these, and
-torch's dispatcher takes longer to call a Python function than most of these run. So plain tensors on a CPU or a
-CUDA device, with no mode active, go to the functions themselves (`operations`). The numbers are the same.
+Each is an operator too (`narrowgauge::quantize_rows`, `quantize_columns`, `quantize_tensor`, `quantize_blocks`,
+`dequantize`, `multiply_codes`), so that `torch.compile` does not trace into it. An operator serves a compiler, a
+tensor subclass (sharded, fake, batched), or a mode that observes or changes every operation. Eager training has
+none of these, and torch's dispatcher takes longer to call a Python function than most of these run. So plain
+tensors on a CPU or a CUDA device, with no mode active, go to the functions themselves (`operations`). The numbers
+are the same.
 """
 
 from __future__ import annotations
@@ -27,13 +29,24 @@ from torch import Tensor
 from narrowgauge._torch_private import operators_observed
 from narrowgauge.kernels import _triton
 from narrowgauge.kernels._triton import unavailable
-from narrowgauge.linear._quantize import FORMATS, Format, ScaledCodes, largest_magnitude, quantize, quantize_by
-from narrowgauge.linear._reference import LONGEST_INT32_SUM, is_real, scaled_matmul
+from narrowgauge.linear._quantize import (
+    FORMATS,
+    Format,
+    ScaledCodes,
+    Scaling,
+    largest_magnitude,
+    quantize,
+    quantize_by,
+    scale_shape,
+)
+from narrowgauge.linear._reference import LONGEST_INT32_SUM, blocked_matmul, is_real, scaled_matmul
 
 # Codes, scales, and sums of columns if requested.
 Vectors = tuple[Tensor, Tensor, Tensor | None]
 # Straight codes, transposed ones, the scale, the matrix's own absmax, and sums of columns if requested.
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+# The same without the matrix's own absmax.
+Blocks = tuple[Tensor, Tensor, Tensor, Tensor | None]
 _LIBRARY: Any = torch.library.Library("narrowgauge", "FRAGMENT")  # type: ignore[no-untyped-call]
 _FLOAT8 = (8, 9)  # the compute capability from which tensor cores take it
 _INT8 = (8, 0)
@@ -50,11 +63,13 @@ def no_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
     return why
 
 
-def path(format: Format, device: torch.device, arithmetic: str) -> str:
-    """How codes of a format are multiplied on a device, in words."""
+def path(format: Format, device: torch.device, arithmetic: str, blocks: bool = False) -> str:
+    """How codes of a format are multiplied on a device, in words; `blocks`: with scales of blocks."""
     dtype = FORMATS[format].dtype
     if arithmetic == "simulated":
         return f"{format} simulated"
+    if blocks:
+        return f"{format} simulated (scales of blocks have no kernels)"
     why = no_kernels(device, dtype)
     if why is None:
         return f"{format} real ({_triton.name()}{'' if dtype == torch.int8 else ', cuBLAS'})"
@@ -192,6 +207,26 @@ def _fake_tensor(
     return *codes, _floats(x, 1, 1), _floats(x, 1, 1), _floats(x, x.shape[1] if sums else 0)
 
 
+# Blocks
+
+
+def _eager_blocks(
+    x: Tensor, scaling: Scaling, format: Format, straight: bool, transposed: bool, sums: bool,
+    dtype: torch.dtype = torch.float32,
+) -> Blocks:  # fmt: skip
+    codes, scale = quantize(x, scaling, format)
+    none = codes.new_empty((0, 0))
+    turned = _transposed(codes) if transposed else none
+    return codes.contiguous() if straight else none.clone(), turned, scale, _sums(x, sums, dtype)
+
+
+def _fake_blocks(
+    x: Tensor, scaling: Scaling, format: Format, straight: bool, transposed: bool, sums: bool
+) -> tuple[Tensor, ...]:
+    codes = _both_codes(x, format, straight, transposed)
+    return *codes, _floats(x, *scale_shape(scaling, *x.shape)), _floats(x, x.shape[1] if sums else 0)
+
+
 # Multiply
 
 
@@ -199,7 +234,12 @@ def eager_product(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
     dtype: torch.dtype, accumulation: str, arithmetic: str = "real",
 ) -> Tensor:  # fmt: skip
-    """(M, K) codes times (N, K) codes, both contiguous, with M and N scales of any shape, or one."""
+    """(M, K) codes times (N, K) codes, both contiguous, with M and N scales of any shape, or one.
+
+    If `accumulation` is ``"blocks"``, the scales are those of these (M, K) and (N, K) as `quantize` gives them.
+    """
+    if accumulation == "blocks":
+        return blocked_matmul(ScaledCodes(left, left_scale), ScaledCodes(right, right_scale).t(), bias, dtype)
     one, other = ScaledCodes(left, left_scale.reshape(-1, 1)), ScaledCodes(right.t(), right_scale.reshape(1, -1))
     return scaled_matmul(one, other, bias, dtype, arithmetic)
 
@@ -210,8 +250,8 @@ def cuda_product(
 ) -> Tensor:  # fmt: skip
     """The same by a kernel, if there is one."""
     integer = left.dtype == torch.int8
-    empty = not (left.numel() and right.numel())
-    if empty or (integer and left.shape[1] > LONGEST_INT32_SUM) or no_kernels(left.device, left.dtype) is not None:
+    none = accumulation == "blocks" or not (left.numel() and right.numel())
+    if none or (integer and left.shape[1] > LONGEST_INT32_SUM) or no_kernels(left.device, left.dtype) is not None:
         return eager_product(left, right, left_scale, right_scale, bias, dtype, accumulation)
     product: Tensor = _modules()[2].multiply_codes(
         left.contiguous(), right.contiguous(), left_scale.contiguous(), right_scale.contiguous(),
@@ -229,7 +269,8 @@ def _eager_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def _cuda_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    if not _kernels(codes, codes.dtype) or dtype == torch.float64:
+    blocks = any(count not in (1, size) for count, size in zip(scale.shape, codes.shape, strict=True))
+    if blocks or dtype == torch.float64 or not _kernels(codes, codes.dtype):
         return _eager_dequantize(codes, scale, dtype)
     product: Tensor = _modules()[3].dequantize(codes.contiguous(), scale.contiguous(), dtype)
     return product
@@ -244,12 +285,13 @@ class Operations(NamedTuple):
     quantize_rows: Callable[..., Vectors]
     quantize_columns: Callable[..., Vectors]
     quantize_tensor: Callable[..., Tensors]
+    quantize_blocks: Callable[..., Blocks]
     dequantize: Callable[[Tensor, Tensor, torch.dtype], Tensor]
     product: Callable[..., Tensor]  # of contiguous codes
 
 
-EAGER = Operations(_eager_rows, _eager_columns, _eager_tensor, _eager_dequantize, eager_product)
-CUDA = Operations(_cuda_rows, _cuda_columns, _cuda_tensor, _cuda_dequantize, cuda_product)
+EAGER = Operations(_eager_rows, _eager_columns, _eager_tensor, _eager_blocks, _eager_dequantize, eager_product)
+CUDA = Operations(_cuda_rows, _cuda_columns, _cuda_tensor, _eager_blocks, _cuda_dequantize, cuda_product)
 
 
 # The operators
@@ -266,8 +308,10 @@ def _complete(run: Any) -> Any:
 
 
 def _turning(product: Any) -> Any:
-    """A product as an operator, which takes the right codes as (K, N)."""
-    return lambda left, right, *rest: product(left, right.t(), *rest)
+    """A product as an operator, which takes the right codes as (K, N), and their scales likewise."""
+    return lambda left, right, left_scale, right_scale, *rest: product(
+        left, right.t(), left_scale, right_scale.t(), *rest
+    )
 
 
 def _fake_product(
@@ -289,6 +333,10 @@ _OPERATORS: dict[str, tuple[str, Any, Any]] = {
         "quantize_tensor(Tensor x, Tensor? average, str format, bool straight, bool transposed, bool sums) -> "
         "(Tensor, Tensor, Tensor, Tensor, Tensor)", _fake_tensor, _complete,
     ),
+    "quantize_blocks": (
+        "quantize_blocks(Tensor x, str scaling, str format, bool straight, bool transposed, bool sums) -> "
+        "(Tensor, Tensor, Tensor, Tensor)", _fake_blocks, _complete,
+    ),
     "dequantize": (
         "dequantize(Tensor codes, Tensor scale, ScalarType dtype) -> Tensor",
         lambda codes, scale, dtype: codes.new_empty(codes.shape, dtype=dtype), lambda run: run,
@@ -309,6 +357,7 @@ for _field, (_schema, _fake, _adapted) in _OPERATORS.items():
 quantize_rows = torch.ops.narrowgauge.quantize_rows.default
 quantize_columns = torch.ops.narrowgauge.quantize_columns.default
 quantize_tensor = torch.ops.narrowgauge.quantize_tensor.default
+quantize_blocks = torch.ops.narrowgauge.quantize_blocks.default
 dequantize = torch.ops.narrowgauge.dequantize.default
 multiply_codes = torch.ops.narrowgauge.multiply_codes.default
 
@@ -332,14 +381,16 @@ def _product(
     dtype: torch.dtype, accumulation: str,
 ) -> Tensor:  # fmt: skip
     """`multiply_codes` by the operator, which takes right codes transposed, scales as a column and a row."""
-    one, other = left_scale.reshape(-1, 1), right_scale.reshape(1, -1)
-    product: Tensor = multiply_codes(left, right.t(), one, other, bias, dtype, accumulation)
+    if accumulation != "blocks":
+        left_scale, right_scale = left_scale.reshape(-1, 1), right_scale.reshape(-1, 1)
+    product: Tensor = multiply_codes(left, right.t(), left_scale, right_scale.t(), bias, dtype, accumulation)
     return product
 
 
 OPERATORS = Operations(
-    _quantizer(quantize_rows), _quantizer(quantize_columns), _quantizer(quantize_tensor), dequantize, _product
-)
+    _quantizer(quantize_rows), _quantizer(quantize_columns), _quantizer(quantize_tensor),
+    _quantizer(quantize_blocks), dequantize, _product,
+)  # fmt: skip
 _DIRECT = {"cpu": EAGER, "cuda": CUDA}
 _PLAIN = (Tensor, torch.nn.Parameter)
 

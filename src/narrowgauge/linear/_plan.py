@@ -9,20 +9,24 @@ the loss with respect to the output,
 
 Each is done in high precision (the dtype of the layer, or autocast's) or in eight bits. In eight bits each
 operand has a scaling and a format. A scale must be constant along what is summed over, or it could not be taken
-out of the sum, so each multiply takes two of the three scalings for each operand:
+out of the sum. A sum may also be taken 128 products at a time; then a scale must be constant along these. So each
+multiply takes these scalings for each operand:
 
-                 left        right
-    output       X: row      W: row
-    grad_input   G: row      W: column      and "tensor" everywhere
-    grad_weight  G: column   X: column
+                 left                   right
+    output       X: row, row128         W: row, row128
+    grad_input   G: row, row128         W: column, column128      and "tensor" and "tile128" everywhere
+    grad_weight  G: column, column128   X: column, column128
 
-Rows and columns are those of X, W and G as written above.
+Rows and columns are those of X, W and G as written above, whichever multiply reads them. So the blocks of 128 that
+`grad_weight` takes along the tokens are parts of columns, "column128", and X and G have other codes in it than in
+the other two. Tiles of 128 x 128 have the same codes in all.
 
 The noise of eight bits grows with the length of the sum (Appendix D), and b, batch times sequence, is by far
 the longest: SwitchBack therefore leaves `grad_weight` in high precision.
 
 Source: Wortsman et al. 2023, Section 2.2.1 (Algorithm 1, Equations 1 and 2), Appendix C (Algorithms 3 to 5,
-Equation 4), Section 2.3 (tensor-wise float8, moving averages of the absmax).
+Equation 4), Section 2.3 (tensor-wise float8, moving averages of the absmax). Blocks: DeepSeek-AI 2024, DeepSeek-V3
+Technical Report, Section 3.3.2.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 
 from narrowgauge._arguments import Share, check, check_choice
-from narrowgauge.linear._quantize import FORMATS, SCALINGS, Format, Scaling
+from narrowgauge.linear._quantize import BLOCK_SCALINGS, FORMATS, SCALINGS, Format, Scaling
 
 Quantity = Literal["input", "weight", "grad_output"]
 Multiply = Literal["output", "grad_input", "grad_weight"]
@@ -44,7 +48,7 @@ OPERANDS: dict[str, tuple[Quantity, Quantity]] = {
     "grad_input": ("grad_output", "weight"),
     "grad_weight": ("grad_output", "input"),
 }
-_VECTORS: dict[str, tuple[Scaling, Scaling]] = {
+_VECTORS: dict[str, tuple[str, str]] = {
     "output": ("row", "row"),
     "grad_input": ("row", "column"),
     "grad_weight": ("column", "column"),
@@ -58,7 +62,8 @@ class EightBit:
     """How a multiply is done in eight bits.
 
     Args:
-        left, right: scaling of its operands, as in the module's table: ``"row"``, ``"column"`` or ``"tensor"``.
+        left, right: scaling of its operands, as in the module's table: ``"row"``, ``"column"``, ``"tensor"``,
+            ``"row128"``, ``"column128"`` or ``"tile128"``.
         left_format: ``"int8"``, ``"e4m3"`` or ``"e5m2"``.
         right_format: that of the left operand if None. Two float8 formats may be mixed, int8 goes with int8 only.
 
@@ -89,6 +94,11 @@ class EightBit:
         """The formats of the left and the right operand."""
         return self.left_format, self.right_format or self.left_format
 
+    @property
+    def blocks(self) -> bool:
+        """Whether an operand has scales of blocks, so that the sum is taken 128 products at a time."""
+        return self.left in BLOCK_SCALINGS or self.right in BLOCK_SCALINGS
+
 
 class Operand(NamedTuple):
     """One side of a multiply in eight bits: which tensor, in which scaling and format."""
@@ -118,7 +128,8 @@ class LinearPlan:
             Larger elements saturate.
         decay: of the moving average.
         accumulation: how real float8 is summed: ``"fast"`` in the tensor cores, which keep about 14 bits of each
-            addend, or ``"full"`` in float32 after every 128 products. Int8 is exact in both.
+            addend, or ``"full"`` in float32 after every 128 products. Int8 is exact in both. With scales of blocks
+            it is always the latter.
         name: for printing.
 
     Raises:
@@ -246,10 +257,11 @@ def _check_multiply(name: Multiply, how: EightBit | None) -> None:
         raise ValueError(f"{name} must be an EightBit, or None for high precision, got {how!r}")
     for side, vector, quantity in zip(("left", "right"), _VECTORS[name], OPERANDS[name], strict=True):
         scaling = getattr(how, side)
-        if scaling not in (vector, "tensor"):
+        if scaling not in (vector, f"{vector}128", "tile128", "tensor"):
             raise ValueError(
-                f"{name}.{side} must be {vector!r} or 'tensor', got {scaling!r}: a scale of {_LETTERS[quantity]} "
-                f"must be constant along the {_SUMMED[name]}, over which this multiply sums"
+                f"{name}.{side} must be '{vector}', '{vector}128', 'tile128' or 'tensor', got {scaling!r}: a scale "
+                f"of {_LETTERS[quantity]} must be constant along the {_SUMMED[name]}, over which this multiply "
+                "sums, or along 128 of them"
             )
 
 
@@ -259,10 +271,15 @@ SWITCHBACK_Q = LinearPlan(EightBit("row", "row"), EightBit("row", "column"), nam
 LLM_INT8 = replace(SWITCHBACK_Q, grad_weight=EightBit("column", "column"), name="LLM_INT8")
 _TENSORS = EightBit("tensor", "tensor", "e4m3")
 TENSORWISE_FP8 = LinearPlan(_TENSORS, _TENSORS, _TENSORS, name="TENSORWISE_FP8")
+_BLOCKS = EightBit("row128", "tile128", "e4m3")
+BLOCKWISE_FP8 = LinearPlan(_BLOCKS, _BLOCKS, EightBit("column128", "column128", "e4m3"), name="BLOCKWISE_FP8")
 HIGH_PRECISION = LinearPlan(name="HIGH_PRECISION")
 _NAMED = {
-    plan.name: plan for plan in (SWITCHBACK, SWITCHBACK_M, SWITCHBACK_Q, LLM_INT8, TENSORWISE_FP8, HIGH_PRECISION)
-}
+    plan.name: plan
+    for plan in (
+        SWITCHBACK, SWITCHBACK_M, SWITCHBACK_Q, LLM_INT8, TENSORWISE_FP8, BLOCKWISE_FP8, HIGH_PRECISION
+    )
+}  # fmt: skip
 
 
 def named_plan(text: str) -> LinearPlan:

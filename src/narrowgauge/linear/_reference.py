@@ -7,7 +7,12 @@
 (Wortsman et al. 2023, Equations 2 and 4.) The product of codes is exact in int8 (sums in 32-bit integers); of
 float8 values it is accumulated in float32. The product of the scales, its product with the sum, and the
 addition of the bias are float32 operations in this order; the last step is the only rounding to the dtype of
-the result.
+the result. With scales of blocks it is the sum over the blocks of 128 along the summed dimension
+
+    Y = round(Σ scale_left · scale_right * (codes_left codes_right) + bias)
+
+which `blocked_matmul` adds in float32, from zero, first block first. Each block's product of codes is a float32
+matrix multiply; in int8 it is exact. This is simulated on every device.
 
 Int8 is real, on CPUs and CUDA devices, through `torch._int_mm`. Float8 is simulated: its values are multiplied in
 float32, in which each product is exact. On CUDA devices `_ops.multiply_codes` has kernels for both.
@@ -18,7 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from narrowgauge.linear._quantize import ScaledCodes
+from narrowgauge.linear._quantize import BLOCK, ScaledCodes, spread
 
 # 127² times this is below 2^31: sums of more int8 products could overflow 32 bits.
 LONGEST_INT32_SUM = 1 << 17
@@ -42,8 +47,32 @@ def scaled_matmul(
         product = left.codes.to(torch.float32) @ right.codes.to(torch.float32)
     else:
         product = int8_product(left.codes, right.codes)
-    result = product.to(torch.float32) * (left.scale * right.scale)
-    return (result if bias is None else result + bias.to(torch.float32)).to(dtype)
+    return _rounded(product.to(torch.float32) * (left.scale * right.scale), bias, dtype)
+
+
+def blocked_matmul(left: ScaledCodes, right: ScaledCodes, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The product (M, N) of two matrices in eight bits whose scales may change every 128 of what is summed.
+
+    Args:
+        left: (M, K) in any scaling but ``"column"`` and ``"column128"``.
+        right: (K, N) in any scaling but ``"row"`` and ``"row128"``.
+        bias: (N,) or None.
+        dtype: of the result.
+    """
+    (rows, inner), columns = left.codes.shape, right.codes.shape[1]
+    blocks = -(-inner // BLOCK)
+    left_scale = spread(left.scale, (rows, left.scale.shape[1])).expand(rows, blocks)
+    right_scale = spread(right.scale, (right.scale.shape[0], columns)).expand(blocks, columns)
+    total = torch.zeros((rows, columns), dtype=torch.float32, device=left.codes.device)
+    for i in range(blocks):
+        part = slice(i * BLOCK, (i + 1) * BLOCK)
+        product = left.codes[:, part].to(torch.float32) @ right.codes[part].to(torch.float32)
+        total.add_(product * (left_scale[:, i, None] * right_scale[i]))
+    return _rounded(total, bias, dtype)
+
+
+def _rounded(total: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return (total if bias is None else total + bias.to(torch.float32)).to(dtype)
 
 
 def is_real(dtype: torch.dtype, device: str) -> bool:

@@ -58,7 +58,8 @@ def tune(
         device: a CUDA device.
 
     Returns:
-        For each multiply in eight bits, milliseconds by kernel, the fastest first.
+        For each multiply in eight bits, milliseconds by kernel, the fastest first. What is simulated, as multiplies
+        with scales of blocks are, has no kernels and is left out.
 
     Raises:
         ValueError: for sizes below 1, a `plan` that is no `LinearPlan`, or a dtype that kernels do not write.
@@ -81,7 +82,7 @@ def tune(
     times: dict[str, dict[str, float]] = {}
     for multiply in MULTIPLIES:
         operands = plan.operands(multiply)
-        if operands is None or plan.arithmetic == "simulated":
+        if operands is None or plan.arithmetic == "simulated" or getattr(plan, multiply).blocks:
             continue
         from narrowgauge.kernels._linear._autotune import tune as tune_multiply
 

@@ -55,6 +55,7 @@ _CPU_SHAPES = (Shape(1024, 256, 1024), Shape(1024, 512, 512), Shape(512, 768, 30
 
 
 BASELINE = "nn.Linear"
+# All named plans but BLOCKWISE_FP8, which is simulated on every device: its time is that of the simulation.
 _DEFAULT = (
     "SWITCHBACK:int8", "SWITCHBACK:e4m3", "SWITCHBACK_M:int8", "SWITCHBACK_M:e4m3", "SWITCHBACK_Q:int8",
     "SWITCHBACK_Q:e4m3", "LLM_INT8:int8", "TENSORWISE_FP8:e4m3", "HIGH_PRECISION",
