@@ -145,10 +145,7 @@ def _load(step: StepSpec, roots: Iterable[Node]) -> tuple[list[str], dict[Node, 
 
 
 def _opening(step: StepSpec, name: str, numbers: Mapping[Node, str], more: str = "") -> list[str]:
-    known = [
-        *numbers.values(),
-        *(["scale", "inverse"] if step.weight.scaled else []),
-    ]  # see `find_scales` in list.h
+    known = [*numbers.values(), *(["scale", "inverse"] if step.weight.scaled else [])]  # as `find_scales` has them
     return [
         f"static void {name}({_ARGUMENTS}{more}) {{",
         "(void)index, (void)n, (void)ahead, (void)tables, (void)numbers, (void)key;",
@@ -179,14 +176,8 @@ def _tile(step: StepSpec) -> str:
     random = ""
     if step.weight.needs_random:
         random = "random + o" if step.weight.wide_random else f"random_{weight_purpose(step.kept)} + o"
-    given = [
-        part_of(step.words[0], "at[0]"),
-        _low(step),
-        "w",
-        "delta",
-        random,
-        "inverse" if step.weight.scaled else "",
-    ]
+    inverse = "inverse" if step.weight.scaled else ""
+    given = [part_of(step.words[0], "at[0]"), _low(step), "w", "delta", random, inverse]
     add = [f"{step.weight.name}_add({', '.join(filter(None, given))});"]
     lines = [
         *_opening(step, "tile", names),

@@ -2,8 +2,8 @@
 
 They quantize a matrix by rows, by columns, as a whole or in blocks, dequantize it, and multiply two in codes. On
 CUDA they are Triton kernels where Triton runs; elsewhere, and for scales of blocks, eager torch, which is the
-specification. The kernels match its codes
-and scales bit for bit, its products of int8 too, and those of float8 up to the order and width of sums.
+specification. The kernels match its codes and scales bit for bit, its products of int8 too, and those of float8 up
+to the order and width of sums.
 
 Codes are in the memory order that a multiply reads: *straight*, (rows, columns), or *transposed*, (columns, rows),
 both contiguous. An order that was not requested is an empty tensor. Column sums are float32: the bias gradient
