@@ -64,16 +64,18 @@ class Command:
         returncode: the exit status, or minus the number of the signal that ended it; None until it is waited for.
     """
 
-    def __init__(self, arguments: list[str], folder: Path, **environment: str) -> None:
+    def __init__(self, arguments: list[str], folder: Path, terminal: str | None = None, **environment: str) -> None:
         """Start it.
 
         Args:
             arguments: what follows `narrowgauge`.
             folder: where what it prints is kept.
+            terminal: the path of a terminal that it prints to; what it prints is not kept then.
             environment: what it has beside the test's.
         """
         self._printed = [folder / f"{id(self)}.{name}" for name in ("out", "err")]
-        paths = list(map(str, self._printed))
+        self._printed[0].touch()
+        paths = [terminal or str(self._printed[0]), str(self._printed[1])]
         self._process = multiprocessing.get_context(START).Process(
             target=_command, args=(arguments, paths, os.environ | environment)
         )
@@ -103,6 +105,8 @@ def _command(arguments: list[str], printed: list[str], environment: dict[str, st
         file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
         os.dup2(file, number)
         os.close(file)
+    # Those of the server are of files, in which they look for their place.
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     os.environ.clear()
     os.environ.update(environment)
     # Tests run in the background may have been told to ignore Ctrl-C, and their children with them.

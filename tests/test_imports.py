@@ -49,24 +49,28 @@ facts = {
     "cuda": torch.cuda.is_initialized(),
     "file": narrowgauge.__file__,
 }
+if len(sys.argv) > 2:
+    from narrowgauge.cli import main
+    facts["status"] = main(["formats", "--value", "0.1"])
+    facts["of_formats"] = [name for name in sys.modules if "." not in name]
 with open(sys.argv[1], "w") as file:
     json.dump(facts, file)
 """
 
 
 def probe(folder: Path, path: Path | None = None) -> dict[str, Any]:
-    """Import narrowgauge in an interpreter of its own; what it did."""
+    """Import narrowgauge in an interpreter of its own, and if it is ours run a command; what it did."""
     facts = folder / "facts.json"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if path is not None:
         environment["PYTHONPATH"] = str(path)
     done = subprocess.run(
-        [sys.executable, "-c", PROBE, str(facts)],
+        [sys.executable, "-c", PROBE, str(facts), *(["formats"] if path is None else [])],
         cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True,
     )  # fmt: skip
     # What torch may say on import comes before the marker.
-    printed = done.stdout.split("before\n", 1)[1] + done.stderr.split("before\n", 1)[1]
-    return json.loads(facts.read_text()) | {"printed": printed}
+    out, err = (text.split("before\n", 1)[1] for text in (done.stdout, done.stderr))
+    return json.loads(facts.read_text()) | {"out": out, "err": err}
 
 
 @pytest.fixture(scope="module")
@@ -90,11 +94,19 @@ def test_it_has_no_side_effects(facts: dict[str, Any]) -> None:
     assert "narrowgauge" in facts["modules"]
     assert not HEAVY & set(facts["modules"])
     assert facts["reads"] == []
-    assert facts["printed"] == ""
+    assert facts["err"] == ""
+    assert facts["out"].startswith("0.1")
     assert "narrowgauge._version" in facts["own"]
     assert not {"narrowgauge.distributed", "narrowgauge.gauges"} & set(facts["own"])
 
 
+def test_formats_are_shown_without_training_and_drawing(facts: dict[str, Any]) -> None:
+    assert facts["status"] == 0
+    assert "\x1b" not in facts["out"]
+    assert not {"transformers", "tokenizers", "matplotlib", "jinja2", "triton"} & set(facts["of_formats"])
+
+
+@pytest.mark.slow
 def test_the_probe_sees_what_it_looks_for(tmp_path: Path) -> None:
     """A package of the same name that does all it should not."""
     package = tmp_path / "planted" / "narrowgauge"
@@ -110,8 +122,8 @@ def test_the_probe_sees_what_it_looks_for(tmp_path: Path) -> None:
     assert seen["seconds"] > LIMIT
     assert [name for name in "ABC" if f"('{name}',)" in seen["reads"]] == ["A", "B", "C"]
     assert "rich" in seen["modules"]
-    assert "out" in seen["printed"]
-    assert "err" in seen["printed"]
+    assert "out" in seen["out"]
+    assert "err" in seen["err"]
 
 
 def test_all_names_what_there_is() -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import json
 import math
 import os
 import pty
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,6 +15,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from forked import Command
 from narrowgauge.cli import main
 from narrowgauge.cli._watch import Advisor, WatchOptions, sparkline, watch
 from narrowgauge.gauges._history import History
@@ -170,26 +168,23 @@ def test_it_follows_a_comparison_that_begins_and_a_run_beside_it(
     assert text.rindex("not complete") < text.index("A, seed 0")
 
 
-def test_ctrl_c_ends_it_quietly(path: Path) -> None:
+def test_ctrl_c_ends_it_quietly(path: Path, tmp_path: Path) -> None:
     """In a terminal of its own, as a person would."""
     path.write_text("".join(map(line_of, sound(20))))
     parent, child = pty.openpty()
-    command = [sys.executable, "-m", "narrowgauge.cli", "watch", str(path), "--interval", "0.1"]
-    # A test run in the background may have been told to ignore Ctrl-C, and its children with it.
-    default = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    process = subprocess.Popen(command, stdin=child, stdout=child, stderr=subprocess.PIPE, preexec_fn=default)
-    os.close(child)
+    command = Command(["watch", str(path), "--interval", "0.1"], tmp_path, terminal=os.ttyname(child))
     seen = b""
     try:
         while b"step 20" not in seen:
             seen += os.read(parent, 65536)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        command.send_signal(signal.SIGINT)
+        _, errors = command.communicate(timeout=60)
     finally:
-        process.kill()
+        command.kill()
+        os.close(child)
         os.close(parent)
-    assert process.returncode == 0
-    assert errors == b""
+    assert command.returncode == 0
+    assert errors == ""
 
 
 def test_advice_takes_a_small_share_of_the_time() -> None:

@@ -168,6 +168,7 @@ def vit() -> Any:
     return vit_configuration(IMAGE_PRESETS["vit-micro"], 1000)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_largest_that_fits_fits_and_one_more_does_not(clip: Any, vit: Any) -> None:
     for config, memory in ((clip, "700MB"), (vit, "300MB")):
         plan = recipes.plan_memory(config, "D", batch=2, device_memory=memory)
