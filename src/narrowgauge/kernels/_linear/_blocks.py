@@ -1,0 +1,129 @@
+# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
+"""Scales of blocks of 128: one read of the matrix, and codes in one order or in both, each with scales of its own.
+
+A program has a tile of 128 x 128, which holds whole blocks along rows and along columns, or one scale: every absmax
+is that of numbers which the program has already. So X is read once for the output, which takes blocks of its rows,
+and for the gradient of the weight, which takes blocks of its columns, transposed; and so is G. Sums of columns are
+those of a tile, written once and added up afterwards.
+
+Scales lie as multiplies read them, beside codes whose summed side is contiguous: those of 128 numbers of each row
+lie one after the other (⌈K / 128⌉, rows), those of tiles along the summed side (⌈rows / 128⌉, ⌈K / 128⌉).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from narrowgauge.kernels._launches import BoundLaunch, CachedKernel
+from narrowgauge.kernels._linear._encode import LARGEST, absmax_of, encode, magnitude, scales, tile_maximum
+from narrowgauge.kernels._linear._sizes import over, words
+from narrowgauge.kernels._linear._tiles import MOST, SIDE, add_up, fetch_tile, place, put_tile
+from narrowgauge.kernels._step._floats import float_of
+
+_WARPS = 8
+
+
+@triton.jit
+def _quantize_blocks(
+    x, codes, scale, transposed, turned_scale, sums, rows, columns,
+    FORMAT: tl.constexpr, LARGEST: tl.constexpr, SIDE: tl.constexpr, EVEN: tl.constexpr, LONG: tl.constexpr,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, STRAIGHT_TILE: tl.constexpr, TURNED_TILE: tl.constexpr,
+    SUMS: tl.constexpr,
+):  # fmt: skip
+    """One tile a program. Straight codes by ROW or STRAIGHT_TILE, transposed ones by COLUMN or TURNED_TILE."""
+    row, column = place(SIDE, LONG)
+    down, across = row + tl.arange(0, SIDE), column + tl.arange(0, SIDE)
+    values = fetch_tile(x, row, column, rows, columns, SIDE, EVEN)
+    sizes = magnitude(values, FORMAT)
+    if ROW:
+        found = float_of(absmax_of(tl.max(sizes, 1), FORMAT))
+        inverse, unit = scales(found, found, FORMAT, LARGEST)
+        tl.store(scale + (column // SIDE).to(tl.int64) * rows + down, unit, mask=down < rows)
+        coded = encode(values, inverse[:, None], FORMAT, LARGEST, False)
+        put_tile(codes, coded, row, column, rows, columns, SIDE, EVEN, False)
+    if COLUMN:
+        found = float_of(absmax_of(tl.max(sizes, 0), FORMAT))
+        inverse, unit = scales(found, found, FORMAT, LARGEST)
+        tl.store(turned_scale + (row // SIDE).to(tl.int64) * columns + across, unit, mask=across < columns)
+        coded = encode(values, inverse[None, :], FORMAT, LARGEST, False)
+        put_tile(transposed, tl.trans(coded), column, row, columns, rows, SIDE, EVEN, LONG)
+    if STRAIGHT_TILE or TURNED_TILE:
+        found = float_of(absmax_of(tile_maximum(sizes), FORMAT))
+        inverse, unit = scales(found, found, FORMAT, LARGEST)
+        coded = encode(values, inverse, FORMAT, LARGEST, False)
+        if STRAIGHT_TILE:
+            tl.store(scale + (row // SIDE) * tl.cdiv(columns, SIDE) + column // SIDE, unit)
+            put_tile(codes, coded, row, column, rows, columns, SIDE, EVEN, False)
+        if TURNED_TILE:
+            tl.store(turned_scale + (column // SIDE) * tl.cdiv(rows, SIDE) + row // SIDE, unit)
+            put_tile(transposed, tl.trans(coded), column, row, columns, rows, SIDE, EVEN, LONG)
+    if SUMS:
+        total = tl.sum(values, 0)
+        tl.store(sums + (row // SIDE).to(tl.int64) * columns + across, total, mask=across < columns)
+
+
+_BLOCKS = CachedKernel(_quantize_blocks)
+
+
+def quantize_blocks(
+    x: Tensor, format: str, straight: str, transposed: str, codes: Tensor, turned: Tensor, sums: bool,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Quantize a contiguous matrix with scales of blocks.
+
+    Args:
+        x: contiguous (rows, columns), neither of them 0.
+        format: ``"int8"``, ``"e4m3"`` or ``"e5m2"``.
+        straight: ``"row128"`` or ``"tile128"``, or ``""`` where no codes are wanted in x's order.
+        transposed: ``"column128"`` or ``"tile128"``, or ``""``.
+        codes: contiguous, of x's shape, int8 or (for float8) float8 or uint8; written if `straight` is given.
+        turned: the same, (columns, rows); written if `transposed` is given.
+        sums: whether to sum the columns.
+        dtype: what their sums are rounded to.
+
+    Returns:
+        The scales of both orders, float32, of the shapes of `linear.quantize`, and the column sums (columns,), added
+        in float32. Scales lie as the module says: the transposed ones, and those of rows, are transposes of
+        contiguous matrices. An order without codes has scales of shape (0, 0).
+    """
+    rows, columns = x.shape
+    high, wide = over(rows, SIDE), over(columns, SIDE)
+
+    def scales_of(scaling: str) -> Tensor:
+        sides = {"": (0, 0), "row128": (wide, rows), "column128": (high, columns)}
+        return x.new_empty(sides.get(scaling, (high, wide)), dtype=torch.float32)
+
+    scale = scales_of(straight)
+    turned_scale = scales_of(transposed) if transposed != "tile128" else x.new_empty((wide, high), dtype=torch.float32)
+    partial = x.new_empty((high, columns), dtype=torch.float32) if sums else None
+    tensors = (
+        x, words(codes) if straight else None, scale if straight else None,
+        words(turned) if transposed else None, turned_scale if transposed else None, partial,
+    )  # fmt: skip
+    addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    _launch(rows, columns, x.dtype, format, straight, transposed, sums)(x.get_device(), addresses, lambda: tensors)
+    return (
+        scale.t() if straight == "row128" else scale,
+        turned_scale.t() if transposed == "tile128" else turned_scale,
+        None if partial is None else add_up(partial, dtype),
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch(
+    rows: int, columns: int, dtype: torch.dtype, format: str, straight: str, transposed: str, sums: bool
+) -> BoundLaunch:
+    """The launch for matrices of a shape and dtype."""
+    grid = over(columns, SIDE), over(rows, SIDE)
+    constants = {
+        "FORMAT": format, "LARGEST": LARGEST[format], "SIDE": SIDE, "EVEN": rows % SIDE == columns % SIDE == 0,
+        "LONG": grid[1] > MOST, "ROW": straight == "row128", "COLUMN": transposed == "column128",
+        "STRAIGHT_TILE": straight == "tile128", "TURNED_TILE": transposed == "tile128", "SUMS": sums,
+    }  # fmt: skip
+    options = {"num_warps": _WARPS, "enable_fp_fusion": False}
+    return BoundLaunch(_BLOCKS, grid[::-1] if constants["LONG"] else grid, (rows, columns), constants, options)
