@@ -36,6 +36,11 @@ class MatmulConfig:
     halves: bool = False  # whether a tile of the result is stored in two parts: less shared memory (descriptors)
     resident: int = 1  # how many programs a multiprocessor has at once (descriptors)
 
+    @property
+    def part(self) -> int:
+        """Rows of a tile that are multiplied at once with scales of blocks: 16 for each warp."""
+        return min(self.rows, 16 * self.warps)
+
     def __str__(self) -> str:
         if self.kernel == "cublas":
             return "cublas"
@@ -49,10 +54,12 @@ class MatmulShape:
     """A multiply (M, K) x (K, N): everything that decides its configuration."""
 
     format: str  # "int8", or "float8"
-    left: str  # "vector" (a scale a row of the left, a column of the right operand) or "tensor"
+    # "vector" (a scale a row of the left, a column of the right operand) or "tensor"; with scales of blocks "blocks"
+    # (128 along the sum), or "tiles" where 128 rows or columns share one too
+    left: str
     right: str
     result: str  # torch's name of the dtype of the result, such as "bfloat16"
-    accumulation: str  # "fast" or "full"; of int8 always "full"
+    accumulation: str  # "fast" or "full", of int8 always "full"; "blocks" with scales of blocks
     rows: int
     columns: int
     inner: int
@@ -106,6 +113,10 @@ def fits(config: MatmulConfig, kind: MatmulShape, cublas: bool, descriptors: boo
         return cublas
     if config.kernel == "descriptors" and not descriptors:
         return False
+    if kind.accumulation == "blocks":
+        # A block along K is one tile's; parts of columns share a scale; the copy engine's tiles have two parts.
+        parts = 2 if config.kernel == "descriptors" else 1
+        return config.inner == 128 and config.columns <= 128 and config.rows <= parts * config.part
     # Full accumulation keeps two accumulators: 64 numbers of each are what a thread's registers hold.
     full = kind.format == "float8" and kind.accumulation == "full"
     return not full or config.rows * config.columns <= 64 * 32 * config.warps
