@@ -84,7 +84,9 @@ BLOCK_SCALINGS = [("row128", "row128"), ("row128", "tile128"), ("tile128", "row"
 
 
 @pytest.mark.parametrize(
-    ("shape", "config", "forms", "scalings"), cases(BLOCK_SHAPES, BLOCK_WAYS, FORMS.values(), BLOCK_SCALINGS), ids=str
+    ("shape", "config", "forms", "scalings"),
+    cases(BLOCK_SHAPES, BLOCK_WAYS, FORMS.values(), BLOCK_SCALINGS),
+    ids=str,
 )
 def test_a_product_of_blocks_is_the_specifications(
     shape: tuple[int, int, int], config: MatmulConfig, forms: tuple, scalings: tuple, device: str

@@ -87,19 +87,15 @@ def quantize_blocks(
         dtype: what their sums are rounded to.
 
     Returns:
-        The scales of both orders, float32, of the shapes of `linear.quantize`, and the column sums (columns,), added
-        in float32. Scales lie as the module says: the transposed ones, and those of rows, are transposes of
-        contiguous matrices. An order without codes has scales of shape (0, 0).
+        The scales of both orders, float32, of the shapes of `linear.quantize`, lying as the module says, and the
+        column sums (columns,), added in float32. An order without codes has scales of shape (0, 0).
     """
     rows, columns = x.shape
     high, wide = over(rows, SIDE), over(columns, SIDE)
-
-    def scales_of(scaling: str) -> Tensor:
-        sides = {"": (0, 0), "row128": (wide, rows), "column128": (high, columns)}
-        return x.new_empty(sides.get(scaling, (high, wide)), dtype=torch.float32)
-
-    scale = scales_of(straight)
-    turned_scale = scales_of(transposed) if transposed != "tile128" else x.new_empty((wide, high), dtype=torch.float32)
+    sides = {"": (0, 0), "row128": (wide, rows), "tile128": (high, wide)}
+    turned_sides = {"": (0, 0), "column128": (high, columns), "tile128": (wide, high)}
+    scale = x.new_empty(sides[straight], dtype=torch.float32)
+    turned_scale = x.new_empty(turned_sides[transposed], dtype=torch.float32)
     partial = x.new_empty((high, columns), dtype=torch.float32) if sums else None
     tensors = (
         x, words(codes) if straight else None, scale if straight else None,

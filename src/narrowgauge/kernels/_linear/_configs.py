@@ -54,8 +54,8 @@ class MatmulShape:
     """A multiply (M, K) x (K, N): everything that decides its configuration."""
 
     format: str  # "int8", or "float8"
-    # "vector" (a scale a row of the left, a column of the right operand) or "tensor"; with scales of blocks "blocks"
-    # (128 along the sum), or "tiles" where 128 rows or columns share one too
+    # "vector" (a scale a row of the left, a column of the right operand) or "tensor"; with scales of blocks
+    # "blocks", of 128 along the sum, or "tiles" where 128 rows or columns share one too
     left: str
     right: str
     result: str  # torch's name of the dtype of the result, such as "bfloat16"
@@ -77,6 +77,8 @@ _PAIRS = MatmulConfig("descriptors", 128, 128, 128, warps=4, stages=3, halves=Tr
 # For operands that the copy engine does not take, and for too few tiles to fill a GPU with large ones.
 _MIDDLE = MatmulConfig("pointers", 128, 128, 128, warps=8, stages=3)
 _SMALL = MatmulConfig("pointers", 64, 64, 128, warps=4, stages=3)
+# With scales of blocks.
+_BLOCKS = MatmulConfig("descriptors", 64, 128, 128, warps=4, stages=3, resident=2)
 # Before Hopper, or after: tiles that fit where there is less shared memory, and kernels without its copy engine.
 _ELSEWHERE = MatmulConfig("pointers", 128, 128, 64, warps=8, stages=3)
 # Tiles that a Hopper GPU works on at once, about.
@@ -96,6 +98,7 @@ CANDIDATES: tuple[MatmulConfig, ...] = (
     MatmulConfig("pointers", 64, 128, 128, warps=4, stages=4),
     _SMALL,
     _PAIRS,
+    _BLOCKS,
     MatmulConfig("descriptors", 128, 128, 128, warps=8, stages=3, halves=True, resident=2),
     MatmulConfig("descriptors", 128, 128, 128, warps=8, stages=5, halves=True),
     MatmulConfig("descriptors", 128, 256, 128, warps=8, stages=3),
@@ -124,6 +127,10 @@ def fits(config: MatmulConfig, kind: MatmulShape, cublas: bool, descriptors: boo
 
 def default(kind: MatmulShape, cublas: bool, descriptors: bool, hopper: bool) -> MatmulConfig:
     """The config of a multiply that was not measured; the flags say what its operands, dtypes and GPU allow."""
+    if kind.accumulation == "blocks":
+        if cublas:
+            return CUBLAS
+        return _BLOCKS if descriptors and kind.rows * kind.columns >= _AT_ONCE * 64 * 128 else _SMALL
     if not hopper:
         return _ELSEWHERE
     tiles = kind.rows * kind.columns / (_PAIRS.rows * _PAIRS.columns)

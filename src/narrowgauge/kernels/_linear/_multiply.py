@@ -87,7 +87,7 @@ def _with_bias(result, across, columns, bias, BIAS: tl.constexpr, WIDE: tl.const
 
 @triton.jit
 def _block_scale(scale, first, count, k, step, along, SHARE: tl.constexpr, SIZE: tl.constexpr, EVEN: tl.constexpr):
-    """Scales of SIZE rows of an operand from `first` in the k-th block along K: a vector, or the one of their tile."""
+    """Scales of SIZE rows of an operand in the k-th block along K: a vector, or the one of their tile."""
     if SHARE > 1:
         return tl.load(scale + tl.minimum(first, count - 1) // SHARE * step + k * along)
     else:
