@@ -36,10 +36,8 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **op
     return compile_kernel(kernel, types, constants, aligned, enable_fp_fusion=False, **options)
 
 
-def multiply_of(
-    config: MatmulConfig, left: str, right: str, accumulation: str, shared: int, even: bool
-) -> Any:
-    """The kernel of a config, bf16 out, with bias: a scale a row times one for the tensor, or blocks times blocks or
+def multiply_of(config: MatmulConfig, left: str, right: str, accumulation: str, shared: int, even: bool) -> Any:
+    """The kernel of a config, bf16 out, with bias: a scale a row times one for the tensor, or blocks by blocks or
     tiles.
     """
     blocks = accumulation == "blocks"
@@ -48,27 +46,28 @@ def multiply_of(
         kernel = _multiply._blocks_by_descriptors if blocks else _multiply._by_descriptors
     types = {"left": f"*{left}", "right": f"*{right}", "result": "*i16"}
     if config.kernel == "descriptors":
-        high, wide = config.rows, config.columns // (2 if config.halves else 1)
-        if blocks:
-            high, wide = config.part, config.columns
+        part = config.columns // (2 if config.halves else 1)
         types = {
-            "left": f"tensordesc<{left}[{high},{config.inner}]>",
-            "right": f"tensordesc<{right}[{config.columns},{config.inner}]>",
-            "result": f"tensordesc<i16[{high},{wide}]>",
+            "left": f"tensordesc<{left}[{config.rows},{config.inner}]>",
+            "right": f"tensordesc<{right}[{part if blocks else config.columns},{config.inner}]>",
+            "result": f"tensordesc<i16[{config.rows},{part}]>",
         }
     types |= {"left_scale": "*fp32", "right_scale": "*fp32", "bias": "*bf16"}
-    steps = dict.fromkeys(("left_step", "left_along", "right_step", "right_along"), 1)
-    if blocks:
-        del steps["left_along"], steps["right_along" if shared == 1 else "right_step"]
-    types |= dict.fromkeys(("rows", "columns", "inner", *({"left_along", "right_along", "right_step"} - {*steps})), "i32")
-    constants = steps | {
-        "KIND": "bf16", "INTEGER": left == "i8", "LEFT": 1 if blocks else True, "RIGHT": shared if blocks else False,
-        "BIAS": True, "BLOCKS": blocks, "ROWS": config.rows, "COLUMNS": config.columns, "INNER": config.inner,
+    # Between scales along rows, or of tiles along K, there is a step of 1.
+    steps = ["left_along", "right_along" if shared == 1 else "right_step"] if blocks else []
+    types |= dict.fromkeys(("rows", "columns", "inner", *steps), "i32")
+    constants: dict[str, Any] = dict.fromkeys(("left_step", "left_along", "right_step", "right_along"), 1)
+    constants |= {
+        "KIND": "bf16", "INTEGER": left == "i8", "LEFT": 1 if blocks else True,
+        "RIGHT": shared if blocks else False, "BIAS": True, "BLOCKS": blocks, "ROWS": config.rows, "COLUMNS": config.columns, "INNER": config.inner,
         "GROUP": config.group, "IMPRECISE": config.inner if accumulation == "full" else None, "TALL": even,
-        "WIDE": even, "DEEP": even, "HALVES": config.halves, "PART": config.part, "PROGRAMS": 132 * config.resident,
+        "WIDE": even, "DEEP": even, "HALVES": config.halves, "PROGRAMS": 132 * config.resident,
     }  # fmt: skip
     types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
-    return compiled(kernel, types, constants, num_warps=config.warps, num_stages=config.stages)
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    if kernel is _multiply._blocks_by_descriptors:
+        options["maxnreg"] = config.registers
+    return compiled(kernel, types, constants, **options)
 
 
 def multiplies() -> Iterator[tuple[str, Any, MatmulConfig]]:

@@ -77,7 +77,7 @@ def test_a_product_is_the_specifications(
 BLOCK_WAYS = (
     MatmulConfig("pointers", 32, 32, 128, group=2),
     MatmulConfig("descriptors", 32, 32, 128),
-    MatmulConfig("descriptors", 32, 64, 128, warps=1),  # in two parts
+    MatmulConfig("descriptors", 16, 64, 128, halves=True),
 )
 BLOCK_SHAPES = ((64, 256, 48), (130, 320, 144), (33, 80, 16), (5, 200, 3), (1, 33, 1))
 BLOCK_SCALINGS = [("row128", "row128"), ("row128", "tile128"), ("tile128", "row"), ("tensor", "row128")]

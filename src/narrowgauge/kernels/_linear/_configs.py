@@ -33,13 +33,15 @@ class MatmulConfig:
     warps: int = 8
     stages: int = 3  # how many tiles of the operands are loaded at once
     group: int = 8  # rows of tiles that are walked through together, for the cache
-    halves: bool = False  # whether a tile of the result is stored in two parts: less shared memory (descriptors)
+    # Whether a tile of the result is stored in two parts: less shared memory (descriptors). With scales of blocks
+    # it is multiplied in two parts, too: fewer registers.
+    halves: bool = False
     resident: int = 1  # how many programs a multiprocessor has at once (descriptors)
 
     @property
-    def part(self) -> int:
-        """Rows of a tile that are multiplied at once with scales of blocks: 16 for each warp."""
-        return min(self.rows, 16 * self.warps)
+    def registers(self) -> int:
+        """The most that a thread may have for `resident` programs to share a multiprocessor."""
+        return min(255, 65536 // (32 * self.warps * self.resident))
 
     def __str__(self) -> str:
         if self.kernel == "cublas":
@@ -117,9 +119,10 @@ def fits(config: MatmulConfig, kind: MatmulShape, cublas: bool, descriptors: boo
     if config.kernel == "descriptors" and not descriptors:
         return False
     if kind.accumulation == "blocks":
-        # A block along K is one tile's; parts of columns share a scale; the copy engine's tiles have two parts.
-        parts = 2 if config.kernel == "descriptors" else 1
-        return config.inner == 128 and config.columns <= 128 and config.rows <= parts * config.part
+        # A block along K is one tile's, and so are columns that share a scale. Sums beside a block's product: 64
+        # numbers of each are what a thread's registers hold.
+        small = config.rows * config.columns <= 64 * 32 * config.warps
+        return config.inner == 128 and max(config.rows, config.columns) <= 128 and small
     # Full accumulation keeps two accumulators: 64 numbers of each are what a thread's registers hold.
     full = kind.format == "float8" and kind.accumulation == "full"
     return not full or config.rows * config.columns <= 64 * 32 * config.warps

@@ -89,25 +89,29 @@ def _with_bias(result, across, columns, bias, BIAS: tl.constexpr, WIDE: tl.const
 def _block_scale(scale, first, count, k, step, along, SHARE: tl.constexpr, SIZE: tl.constexpr, EVEN: tl.constexpr):
     """Scales of SIZE rows of an operand in the k-th block along K: a vector, or the one of their tile."""
     if SHARE > 1:
-        return tl.load(scale + tl.minimum(first, count - 1) // SHARE * step + k * along)
+        return tl.load(scale + (tl.minimum(first, count - 1) // SHARE * step + k * along))
     else:
-        each = first + tl.arange(0, SIZE)
-        at = scale + each * step + k * along
+        # What differs between threads is added last, so that it is added once for all k.
+        each = tl.arange(0, SIZE)
+        at = scale + (first * step + k * along) + each * step
         if EVEN:
             return tl.load(at)
         else:
-            return tl.load(at, mask=each < count, other=0.0)
+            return tl.load(at, mask=first + each < count, other=0.0)
 
 
 @triton.jit
-def _add_block(
-    total, a, b, one, other, INTEGER: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, INNER: tl.constexpr
-):  # fmt: skip
-    """A block's product, its scales undone, added to those before: products of codes are summed within a block."""
+def _block(a, b, INTEGER: tl.constexpr):
+    """A block's product of codes, in float32."""
     if INTEGER:
-        product = tl.dot(a, b, out_dtype=tl.int32).to(tl.float32)
+        return tl.dot(a, b, out_dtype=tl.int32).to(tl.float32)
     else:
-        product = tl.dot(a, b)
+        return tl.dot(a, b)
+
+
+@triton.jit
+def _add_block(total, product, one, other, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    """A block's product, its scales undone, added to those before."""
     if LEFT == 1:
         one = one[:, None]
     if RIGHT == 1:
@@ -151,7 +155,7 @@ def _by_pointers(
             other = _block_scale(
                 right_scale, tile_column * COLUMNS, columns, k, right_step, right_along, RIGHT, COLUMNS, WIDE
             )
-            total = _add_block(total, a, b, one, other, INTEGER, LEFT, RIGHT, INNER)
+            total = _add_block(total, _block(a, b, INTEGER), one, other, LEFT, RIGHT)
         else:
             total = _dot(a, b, total, IMPRECISE)
         left_at += INNER
@@ -212,32 +216,38 @@ def _blocks_by_descriptors(
     left_step, left_along, right_step, right_along,
     KIND: tl.constexpr, INTEGER: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr, TALL: tl.constexpr,
-    WIDE: tl.constexpr, PART: tl.constexpr, PROGRAMS: tl.constexpr,
+    WIDE: tl.constexpr, HALVES: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """With scales of blocks. A tile has one or two parts of PART rows, which are multiplied one after the other: a
-    part's product waits in registers beside the sums of all.
+    """With scales of blocks. By halves the columns of a tile are multiplied one part after the other: a product
+    waits in registers beside the sums of all.
     """
+    PART: tl.constexpr = COLUMNS // 2 if HALVES else COLUMNS
     tiles = tl.cdiv(rows, ROWS) * tl.cdiv(columns, COLUMNS)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
         tile_row, tile_column = _place(tile, rows, columns, ROWS, COLUMNS, GROUP)
         row, column = tile_row * ROWS, tile_column * COLUMNS
-        total = tl.zeros([PART, COLUMNS], tl.float32)
-        if ROWS > PART:
-            lower = tl.zeros([PART, COLUMNS], tl.float32)
+        total = tl.zeros([ROWS, PART], tl.float32)
+        if HALVES:
+            more = tl.zeros([ROWS, PART], tl.float32)
         for k in range(tl.cdiv(inner, INNER)):
-            b = right.load([column, k * INNER]).T
-            other = _block_scale(right_scale, column, columns, k, right_step, right_along, RIGHT, COLUMNS, WIDE)
-            one = _block_scale(left_scale, row, rows, k, left_step, left_along, LEFT, PART, TALL)
-            total = _add_block(total, left.load([row, k * INNER]), b, one, other, INTEGER, LEFT, RIGHT, INNER)
-            if ROWS > PART:
-                one = _block_scale(left_scale, row + PART, rows, k, left_step, left_along, LEFT, PART, TALL)
-                a = left.load([row + PART, k * INNER])
-                lower = _add_block(lower, a, b, one, other, INTEGER, LEFT, RIGHT, INNER)
-        across = column + tl.arange(0, COLUMNS)
+            a = left.load([row, k * INNER])
+            one = _block_scale(left_scale, row, rows, k, left_step, left_along, LEFT, ROWS, TALL)
+            product = _block(a, right.load([column, k * INNER]).T, INTEGER)
+            # Scales of columns are many, and are loaded when the product is there: registers are few.
+            other = _block_scale(right_scale, column, columns, k, right_step, right_along, RIGHT, PART, WIDE)
+            total = _add_block(total, product, one, other, LEFT, RIGHT)
+            if HALVES:
+                product = _block(a, right.load([column + PART, k * INNER]).T, INTEGER)
+                if RIGHT == 1:
+                    other = _block_scale(
+                        right_scale, column + PART, columns, k, right_step, right_along, RIGHT, PART, WIDE
+                    )
+                more = _add_block(more, product, one, other, LEFT, RIGHT)
+        across = column + tl.arange(0, PART)
         result.store([row, column], narrow(_with_bias(total, across, columns, bias, BIAS, WIDE), KIND))
-        if ROWS > PART:
-            values = _with_bias(lower, across, columns, bias, BIAS, WIDE)
-            result.store([row + PART, column], narrow(values, KIND))
+        if HALVES:
+            values = _with_bias(more, across + PART, columns, bias, BIAS, WIDE)
+            result.store([row, column + PART], narrow(values, KIND))
 
 
 _POINTERS, _DESCRIPTORS, _BLOCKS = map(CachedKernel, (_by_pointers, _by_descriptors, _blocks_by_descriptors))
@@ -328,21 +338,17 @@ def prepared(
         launch = BoundLaunch(_POINTERS, (tiles,), (*sizes, *steps), constants, options)
         return Multiply(launch, (rows, columns), dtype)
     programs = min(tiles, config.resident * _multiprocessors(device))
-    part, wide = config.rows, config.columns
+    constants |= {"HALVES": config.halves, "PROGRAMS": programs}
+    part = config.columns // (2 if config.halves else 1)
+    describes = [config.rows, config.inner], [part if blocks else config.columns, config.inner], [config.rows, part]
+    del constants["BLOCKS"]
     if blocks:
-        del constants["BLOCKS"], constants["IMPRECISE"]
-        part = config.part
-        constants["PART"] = part
-    else:
-        wide //= 2 if config.halves else 1
-        constants = {name: of for name, of in constants.items() if name != "BLOCKS"} | {"HALVES": config.halves}
+        del constants["IMPRECISE"]
+        options["maxnreg"] = config.registers
     launch = BoundLaunch(
-        _BLOCKS if blocks else _DESCRIPTORS, (programs,), (*sizes, *steps) if blocks else sizes,
-        constants | {"PROGRAMS": programs}, options,
-    )  # fmt: skip
-    return Multiply(
-        launch, (rows, columns), dtype, ([part, config.inner], [config.columns, config.inner], [part, wide])
+        _BLOCKS if blocks else _DESCRIPTORS, (programs,), (*sizes, *steps) if blocks else sizes, constants, options
     )
+    return Multiply(launch, (rows, columns), dtype, describes)
 
 
 @functools.lru_cache(maxsize=64)
