@@ -59,9 +59,10 @@ def multiply_of(config: MatmulConfig, left: str, right: str, accumulation: str, 
     constants: dict[str, Any] = dict.fromkeys(("left_step", "left_along", "right_step", "right_along"), 1)
     constants |= {
         "KIND": "bf16", "INTEGER": left == "i8", "LEFT": 1 if blocks else True,
-        "RIGHT": shared if blocks else False, "BIAS": True, "BLOCKS": blocks, "ROWS": config.rows, "COLUMNS": config.columns, "INNER": config.inner,
-        "GROUP": config.group, "IMPRECISE": config.inner if accumulation == "full" else None, "TALL": even,
-        "WIDE": even, "DEEP": even, "HALVES": config.halves, "PROGRAMS": 132 * config.resident,
+        "RIGHT": shared if blocks else False, "BIAS": True, "BLOCKS": blocks, "ROWS": config.rows,
+        "COLUMNS": config.columns, "INNER": config.inner, "GROUP": config.group,
+        "IMPRECISE": config.inner if accumulation == "full" else None, "TALL": even, "WIDE": even, "DEEP": even,
+        "HALVES": config.halves, "PROGRAMS": 132 * config.resident,
     }  # fmt: skip
     types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
     options = {"num_warps": config.warps, "num_stages": config.stages}

@@ -29,6 +29,14 @@ _WARPS = 8
 
 
 @triton.jit
+def _vector_scales(largest, FORMAT: tl.constexpr, LARGEST: tl.constexpr, SIDE: tl.constexpr):
+    """What elements of each row or column are multiplied by, and what a code of 1 stands for."""
+    # The same numbers, a few of them a thread: without it each thread divides for all that its elements need.
+    found = float_of(absmax_of(tl.gather(largest, tl.arange(0, SIDE), 0), FORMAT))
+    return scales(found, found, FORMAT, LARGEST)
+
+
+@triton.jit
 def _quantize_blocks(
     x, codes, scale, transposed, turned_scale, sums, rows, columns,
     FORMAT: tl.constexpr, LARGEST: tl.constexpr, SIDE: tl.constexpr, EVEN: tl.constexpr, LONG: tl.constexpr,
@@ -39,32 +47,44 @@ def _quantize_blocks(
     row, column = place(SIDE, LONG)
     down, across = row + tl.arange(0, SIDE), column + tl.arange(0, SIDE)
     values = fetch_tile(x, row, column, rows, columns, SIDE, EVEN)
-    sizes = magnitude(values, FORMAT)
     if ROW:
-        found = float_of(absmax_of(tl.max(sizes, 1), FORMAT))
-        inverse, unit = scales(found, found, FORMAT, LARGEST)
+        inverse, unit = _vector_scales(tl.max(magnitude(values, FORMAT), 1), FORMAT, LARGEST, SIDE)
         tl.store(scale + (column // SIDE).to(tl.int64) * rows + down, unit, mask=down < rows)
         coded = encode(values, inverse[:, None], FORMAT, LARGEST, False)
         put_tile(codes, coded, row, column, rows, columns, SIDE, EVEN, False)
-    if COLUMN:
-        found = float_of(absmax_of(tl.max(sizes, 0), FORMAT))
-        inverse, unit = scales(found, found, FORMAT, LARGEST)
-        tl.store(turned_scale + (row // SIDE).to(tl.int64) * columns + across, unit, mask=across < columns)
-        coded = encode(values, inverse[None, :], FORMAT, LARGEST, False)
-        put_tile(transposed, tl.trans(coded), column, row, columns, rows, SIDE, EVEN, LONG)
     if STRAIGHT_TILE or TURNED_TILE:
-        found = float_of(absmax_of(tile_maximum(sizes), FORMAT))
+        found = float_of(absmax_of(tile_maximum(magnitude(values, FORMAT)), FORMAT))
         inverse, unit = scales(found, found, FORMAT, LARGEST)
-        coded = encode(values, inverse, FORMAT, LARGEST, False)
         if STRAIGHT_TILE:
             tl.store(scale + (row // SIDE) * tl.cdiv(columns, SIDE) + column // SIDE, unit)
+            coded = encode(values, inverse, FORMAT, LARGEST, False)
             put_tile(codes, coded, row, column, rows, columns, SIDE, EVEN, False)
         if TURNED_TILE:
             tl.store(turned_scale + (column // SIDE) * tl.cdiv(rows, SIDE) + row // SIDE, unit)
+            values = _again(x, row, column, rows, columns, SIDE, EVEN)
+            coded = encode(values, inverse, FORMAT, LARGEST, False)
             put_tile(transposed, tl.trans(coded), column, row, columns, rows, SIDE, EVEN, LONG)
+    if COLUMN:
+        if ROW:
+            values = _again(x, row, column, rows, columns, SIDE, EVEN)
+        inverse, unit = _vector_scales(tl.max(magnitude(values, FORMAT), 0), FORMAT, LARGEST, SIDE)
+        tl.store(turned_scale + (row // SIDE).to(tl.int64) * columns + across, unit, mask=across < columns)
     if SUMS:
         total = tl.sum(values, 0)
         tl.store(sums + (row // SIDE).to(tl.int64) * columns + across, total, mask=across < columns)
+    if COLUMN:
+        values = _again(x, row, column, rows, columns, SIDE, EVEN)
+        coded = encode(values, inverse[None, :], FORMAT, LARGEST, False)
+        put_tile(transposed, tl.trans(coded), column, row, columns, rows, SIDE, EVEN, LONG)
+
+
+@triton.jit
+def _again(x, row, column, rows, columns, SIDE: tl.constexpr, EVEN: tl.constexpr):
+    """The tile once more, from the cache: what is held across both orders takes twice the registers, and numbers that
+    are only turned and encoded are turned as they were loaded, 16 bits at a time.
+    """
+    tl.debug_barrier()  # or the compiler keeps the first read
+    return fetch_tile(x, row, column, rows, columns, SIDE, EVEN)
 
 
 _BLOCKS = CachedKernel(_quantize_blocks)
