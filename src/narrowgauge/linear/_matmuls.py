@@ -13,6 +13,7 @@ weight's one scale whatever the plan's scaling, and the weight itself is saved f
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from narrowgauge.linear._ops import Operations, eager_product
 from narrowgauge.linear._plan import MULTIPLIES, OPERANDS, LinearPlan, Multiply, Operand, Quantity
-from narrowgauge.linear._quantize import BLOCK_SCALINGS, Scaling, scale_shape
+from narrowgauge.linear._quantize import BLOCK_SCALINGS, scale_shape
 from narrowgauge.storage import Float8Weight
 from narrowgauge.storage._float8_weight import LARGEST_CODE
 
@@ -35,8 +36,6 @@ _ORDERS: dict[Multiply, tuple[Order, Order]] = {
     "grad_input": ("straight", "transposed"),
     "grad_weight": ("transposed", "transposed"),
 }
-# Blocks of the other side.
-_PAIRS: dict[Scaling, Scaling] = {"row128": "column128", "column128": "row128"}
 # Index of a quantity in the averages.
 _SLOTS = {"input": 0, "weight": 1, "grad_output": 2}
 
@@ -55,8 +54,9 @@ class Schedule(NamedTuple):
     operands: dict[Multiply, tuple[Codes, Codes] | None]
     # For each operand its straight and its transposed codes, None for those that are not needed.
     orders: dict[Operand, tuple[Codes | None, Codes | None]]
-    # For an operand in blocks of rows the same in blocks of columns, and the reverse, where one pass needs both.
-    pairs: dict[Operand, Operand]
+    # For an operand in blocks that a pass needs in one order, codes in other blocks of the same matrix that the pass
+    # needs in the other order: both are made at once.
+    pairs: dict[Operand, Codes]
     # The quantities saved for the backward pass, as codes or in high precision (None).
     kept: tuple[tuple[Quantity, Codes | None], ...]
     # Those that the forward pass scales tensor-wise. With averages the backward pass uses the same scales.
@@ -77,11 +77,12 @@ def make_schedule(plan: LinearPlan, wants: Wants) -> Schedule:
     }
     pairs = {}
     for made in ({*wanted, *(operands["output"] or ())}, backward - wanted):
-        found = {operand for operand, _ in made}
-        for operand in found:
-            other = operand._replace(scaling=_PAIRS.get(operand.scaling, operand.scaling))
-            if other in found and other != operand:
-                pairs[operand] = other
+        for one, other in itertools.permutations(
+            (codes for codes in made if codes.operand.scaling in BLOCK_SCALINGS), 2
+        ):
+            same = one.operand[::2] == other.operand[::2]  # the matrix and the format
+            if same and one.order != other.order and one.operand != other.operand:
+                pairs[one.operand] = other
     wanted.update(operands["output"] or (), backward)
     orders = {}
     for operand, _ in wanted:
@@ -261,11 +262,7 @@ class Matmuls:
                 self.absmax[quantity] = torch.stack([own, torch.where(average > 0, average, own)])
         elif scaling in BLOCK_SCALINGS:
             pair = self.schedule.pairs.get(operand)
-            if pair is not None:
-                straight, transposed = (
-                    one or other
-                    for one, other in zip((straight, transposed), self.schedule.orders[pair], strict=True)
-                )
+            straight, transposed = (straight or pair, transposed) if transposed else (straight, transposed or pair)
             orders = ("" if wanted is None else wanted.operand.scaling for wanted in (straight, transposed))
             codes, scale, turned, turned_scale, total = self.run.quantize_blocks(
                 matrix, *orders, format, sums, self.dtype
