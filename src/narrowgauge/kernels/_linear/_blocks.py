@@ -80,8 +80,8 @@ def _quantize_blocks(
 
 @triton.jit
 def _again(x, row, column, rows, columns, SIDE: tl.constexpr, EVEN: tl.constexpr):
-    """The tile once more, from the cache: what is held across both orders takes twice the registers, and numbers that
-    are only turned and encoded are turned as they were loaded, 16 bits at a time.
+    """The tile once more, from the cache. What is held for both orders takes twice the registers, and numbers that
+    are encoded and nothing else are turned as they were loaded, 16 bits at a time.
     """
     tl.debug_barrier()  # or the compiler keeps the first read
     return fetch_tile(x, row, column, rows, columns, SIDE, EVEN)
