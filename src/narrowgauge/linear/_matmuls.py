@@ -54,8 +54,8 @@ class Schedule(NamedTuple):
     operands: dict[Multiply, tuple[Codes, Codes] | None]
     # For each operand its straight and its transposed codes, None for those that are not needed.
     orders: dict[Operand, tuple[Codes | None, Codes | None]]
-    # For an operand in blocks that a pass needs in one order, codes in other blocks of the same matrix that it needs
-    # in the other order: both are made at once.
+    # For an operand in blocks that a pass needs in one order, codes in other blocks of that matrix that it needs
+    # in the other: both are made at once.
     pairs: dict[Operand, Codes]
     # The quantities saved for the backward pass, as codes or in high precision (None).
     kept: tuple[tuple[Quantity, Codes | None], ...]
