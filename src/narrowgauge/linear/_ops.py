@@ -7,8 +7,8 @@ order and width of sums.
 
 Codes are in the memory order that a multiply reads: *straight*, (rows, columns), or *transposed*, (columns, rows),
 both contiguous. An order that was not requested is an empty tensor. Scales of blocks lie as a multiply reads them
-beside their codes: those of rows or columns one after the other, those of tiles along the summed side. Column sums
-are float32: the bias gradient needs them, and they cost nothing where G is read anyway.
+beside these codes (`_block_scales`). Column sums are float32: the bias gradient needs them, and they cost nothing
+where G is read anyway.
 
 Each is an operator too (`narrowgauge::quantize_rows`, `quantize_columns`, `quantize_tensor`, `quantize_blocks`,
 `dequantize`, `multiply_codes`), so that `torch.compile` does not trace into it. An operator serves a compiler, a
@@ -213,6 +213,20 @@ def _fake_tensor(
 _TURNED = {"": "", "row128": "column128", "column128": "row128", "tile128": "tile128"}
 
 
+def _block_scales(x: Tensor, scaling: str, transposed: bool) -> Tensor:
+    """Scales of a matrix, to be written, in the memory that a multiply reads beside straight or transposed codes:
+    those of a block along the sum one after the other; of tiles those along the sum, in rows of 16 bytes.
+    """
+    if not scaling:
+        return _floats(x, 0, 0)
+    high, wide = scale_shape(cast(Scaling, scaling), *x.shape)
+    if scaling == "tile128":
+        along, across = (high, wide) if transposed else (wide, high)
+        made = _floats(x, across, -(-along // 4) * 4)[:, :along]
+        return made.t() if transposed else made
+    return _floats(x, high, wide) if transposed else _floats(x, wide, high).t()
+
+
 def _eager_blocks(
     x: Tensor, straight: str, transposed: str, format: Format, sums: bool, dtype: torch.dtype = torch.float32
 ) -> Blocks:
@@ -220,15 +234,15 @@ def _eager_blocks(
     order that is not requested, ``""``, codes and scales are empty.
     """
     codes, turned = _both_codes(x, format, False, False)
-    scale, turned_scale = _floats(x, 0, 0), _floats(x, 0, 0)
+    scale, turned_scale = _block_scales(x, straight, False), _block_scales(x, transposed, True)
     if straight:
-        made, scale = quantize(x, cast(Scaling, straight), format)
-        codes = made.contiguous()
-        scale = _transposed(scale).t() if straight == "row128" else scale.clone()
+        made = quantize(x, cast(Scaling, straight), format)
+        codes = made.codes.contiguous()
+        scale.copy_(made.scale)
     if transposed:
-        made, turned_scale = quantize(x, cast(Scaling, transposed), format)
-        turned = _transposed(made)
-        turned_scale = _transposed(turned_scale).t() if transposed == "tile128" else turned_scale.clone()
+        made = quantize(x, cast(Scaling, transposed), format)
+        turned = _transposed(made.codes)
+        turned_scale.copy_(made.scale)
     return codes, scale, turned, turned_scale, _sums(x, sums, dtype)
 
 
@@ -245,24 +259,17 @@ def _cuda_blocks(
             return codes, scale.t(), turned, turned_scale.t(), None
         x = x.contiguous()
     codes, turned = _both_codes(x, format, bool(straight), bool(transposed))
-    scale, turned_scale, total = _modules()[4].quantize_blocks(
-        x, format, straight, transposed, codes, turned, sums, dtype
+    scale, turned_scale = _block_scales(x, straight, False), _block_scales(x, transposed, True)
+    total = _modules()[4].quantize_blocks(
+        x, format, straight, transposed, codes, scale, turned, turned_scale, sums, dtype
     )
     return codes, scale, turned, turned_scale, total
 
 
 def _fake_blocks(x: Tensor, straight: str, transposed: str, format: str, sums: bool) -> tuple[Tensor, ...]:
-    rows, columns = x.shape
     codes, turned = _both_codes(x, format, bool(straight), bool(transposed))
-
-    def scales(scaling: str, lie_transposed: bool) -> Tensor:
-        if not scaling:
-            return _floats(x, 0, 0)
-        high, wide = scale_shape(cast(Scaling, scaling), rows, columns)
-        return _floats(x, wide, high).t() if lie_transposed else _floats(x, high, wide)
-
-    one, other = scales(straight, straight == "row128"), scales(transposed, transposed == "tile128")
-    return codes, one, turned, other, _floats(x, columns if sums else 0)
+    one, other = _block_scales(x, straight, False), _block_scales(x, transposed, True)
+    return codes, one, turned, other, _floats(x, x.shape[1] if sums else 0)
 
 
 # Multiply

@@ -200,11 +200,11 @@ def _cublas_takes(
     if kind.inner % 16 or kind.columns % 16 or torch.version.hip is not None:
         return False
     if isinstance(one, tuple):
-        # As the quantizers leave scales of rows, or for the right operand tiles; cuBLAS wants rows of 16 bytes.
-        count = over(kind.inner, BLOCK)
-        tiles = (BLOCK, count, 1) if count % 4 == 0 else None
-        fits = one == (1, 1, kind.rows) and other in ((1, 1, kind.columns), tiles) and kind.rows % 4 == 0
-        return fits and kind.inner % BLOCK == 0 and dtype == torch.bfloat16 and bias in (None, dtype)
+        # As the quantizers leave scales of rows and, for the right operand, of tiles.
+        tiles = BLOCK, over(kind.inner, 4 * BLOCK) * 4, 1
+        lie = one == (1, 1, kind.rows) and other in ((1, 1, kind.columns), tiles)
+        whole = kind.inner % BLOCK == 0 and kind.rows % 4 == 0
+        return lie and whole and dtype == torch.bfloat16 and bias in (None, dtype)
     # With vectors of scales cuBLAS writes bfloat16 only; to bfloat16 it adds a bfloat16 bias only.
     half = dtype == torch.bfloat16 or (dtype == torch.float16 and kind.left == kind.right == "tensor")
     return half and bias in (None, dtype)
@@ -214,12 +214,12 @@ def _blocks_by_cublas(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
     tiles: bool, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    by_rows, by_tiles = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
-    # Tiles of the transposed operand: those along K in a column.
-    return scaled_mm(
-        left, right.t(), left_scale, by_rows, right_scale.t() if tiles else right_scale,
-        by_tiles if tiles else by_rows, bias=bias, output_dtype=dtype,
-    )  # fmt: skip
+    by_rows, how = ScalingType.BlockWise1x128, ScalingType.BlockWise1x128
+    if tiles:
+        # Those along K in a column, with what fills it to 16 bytes.
+        how, (count, step) = ScalingType.BlockWise128x128, (right_scale.shape[0], right_scale.stride(0))
+        right_scale = right_scale.as_strided((step, count), (1, step))
+    return scaled_mm(left, right.t(), left_scale, by_rows, right_scale, how, bias=bias, output_dtype=dtype)
 
 
 def _by_cublas(

@@ -7,7 +7,8 @@ and for the gradient of the weight, which takes blocks of its columns, transpose
 those of a tile, written once and added up afterwards.
 
 Scales lie as multiplies read them, beside codes whose summed side is contiguous: those of 128 numbers of each row
-lie one after the other (⌈K / 128⌉, rows), those of tiles along the summed side (⌈rows / 128⌉, ⌈K / 128⌉).
+lie one after the other (⌈K / 128⌉, rows), those of tiles along the summed side (⌈rows / 128⌉, ⌈K / 128⌉), in rows
+of 16 bytes.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ def _quantize_blocks(
         found = float_of(absmax_of(tile_maximum(magnitude(values, FORMAT)), FORMAT))
         inverse, unit = scales(found, found, FORMAT, LARGEST)
         if STRAIGHT_TILE:
-            tl.store(scale + (row // SIDE) * tl.cdiv(columns, SIDE) + column // SIDE, unit)
+            tl.store(scale + (row // SIDE) * (tl.cdiv(columns, 4 * SIDE) * 4) + column // SIDE, unit)
             coded = encode(values, inverse, FORMAT, LARGEST, False)
             put_tile(codes, coded, row, column, rows, columns, SIDE, EVEN, False)
         if TURNED_TILE:
-            tl.store(turned_scale + (column // SIDE) * tl.cdiv(rows, SIDE) + row // SIDE, unit)
+            tl.store(turned_scale + (column // SIDE) * (tl.cdiv(rows, 4 * SIDE) * 4) + row // SIDE, unit)
             values = _again(x, row, column, rows, columns, SIDE, EVEN)
             coded = encode(values, inverse, FORMAT, LARGEST, False)
             put_tile(transposed, tl.trans(coded), column, row, columns, rows, SIDE, EVEN, LONG)
@@ -91,9 +92,9 @@ _BLOCKS = CachedKernel(_quantize_blocks)
 
 
 def quantize_blocks(
-    x: Tensor, format: str, straight: str, transposed: str, codes: Tensor, turned: Tensor, sums: bool,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    x: Tensor, format: str, straight: str, transposed: str, codes: Tensor, scale: Tensor, turned: Tensor,
+    turned_scale: Tensor, sums: bool, dtype: torch.dtype = torch.float32,
+) -> Tensor | None:  # fmt: skip
     """Quantize a contiguous matrix with scales of blocks.
 
     Args:
@@ -102,32 +103,23 @@ def quantize_blocks(
         straight: ``"row128"`` or ``"tile128"``, or ``""`` where no codes are wanted in x's order.
         transposed: ``"column128"`` or ``"tile128"``, or ``""``.
         codes: contiguous, of x's shape, int8 or (for float8) float8 or uint8; written if `straight` is given.
-        turned: the same, (columns, rows); written if `transposed` is given.
+        scale: of these codes, float32, of the shape that `linear.quantize` gives it, lying as the module says.
+        turned, turned_scale: the same of the transposed codes, (columns, rows).
         sums: whether to sum the columns.
         dtype: what their sums are rounded to.
 
     Returns:
-        The scales of both orders, float32, of the shapes of `linear.quantize`, lying as the module says, and the
-        column sums (columns,), added in float32. An order without codes has scales of shape (0, 0).
+        The column sums (columns,), added in float32.
     """
     rows, columns = x.shape
-    high, wide = over(rows, SIDE), over(columns, SIDE)
-    sides = {"": (0, 0), "row128": (wide, rows), "tile128": (high, wide)}
-    turned_sides = {"": (0, 0), "column128": (high, columns), "tile128": (wide, high)}
-    scale = x.new_empty(sides[straight], dtype=torch.float32)
-    turned_scale = x.new_empty(turned_sides[transposed], dtype=torch.float32)
-    partial = x.new_empty((high, columns), dtype=torch.float32) if sums else None
+    partial = x.new_empty((over(rows, SIDE), columns), dtype=torch.float32) if sums else None
     tensors = (
         x, words(codes) if straight else None, scale if straight else None,
         words(turned) if transposed else None, turned_scale if transposed else None, partial,
     )  # fmt: skip
     addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     _launch(rows, columns, x.dtype, format, straight, transposed, sums)(x.get_device(), addresses, lambda: tensors)
-    return (
-        scale.t() if straight == "row128" else scale,
-        turned_scale.t() if transposed == "tile128" else turned_scale,
-        None if partial is None else add_up(partial, dtype),
-    )  # fmt: skip
+    return None if partial is None else add_up(partial, dtype)
 
 
 @functools.lru_cache(maxsize=4096)
