@@ -131,9 +131,10 @@ def quantizers() -> Iterator[tuple[str, Any, float]]:
                 "SIDE": _tiles.SIDE, "EVEN": True, "LONG": False, "ROW": not tiles, "COLUMN": not tiles,
                 "STRAIGHT_TILE": tiles, "TURNED_TILE": tiles, "SUMS": sums,
             }  # fmt: skip
-            made = quantizer(_blocks._quantize_blocks, constants, _blocks._WARPS)
+            warps = _blocks._WARPS if tiles else _blocks._WARPS_FOR_BOTH
+            made = quantizer(_blocks._quantize_blocks, constants, warps)
             name = f"{'tiles' if tiles else 'blocks'} {form}, both{' + sums' if sums else ''}"
-            yield name, made, _tiles.SIDE**2 / (32 * _blocks._WARPS)
+            yield name, made, _tiles.SIDE**2 / (32 * warps)
 
 
 def main() -> int:

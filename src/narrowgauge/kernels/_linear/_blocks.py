@@ -26,7 +26,8 @@ from narrowgauge.kernels._linear._sizes import over, words
 from narrowgauge.kernels._linear._tiles import MOST, SIDE, add_up, fetch_tile, place, put_tile
 from narrowgauge.kernels._step._floats import float_of
 
-_WARPS = 8
+# Fewer warps have more of a column each, and exchange less.
+_WARPS, _WARPS_FOR_BOTH = 8, 4
 
 
 @triton.jit
@@ -48,41 +49,42 @@ def _quantize_blocks(
     row, column = place(SIDE, LONG)
     down, across = row + tl.arange(0, SIDE), column + tl.arange(0, SIDE)
     values = fetch_tile(x, row, column, rows, columns, SIDE, EVEN)
-    if ROW:
-        inverse, unit = _vector_scales(tl.max(magnitude(values, FORMAT), 1), FORMAT, LARGEST, SIDE)
-        tl.store(scale + (column // SIDE).to(tl.int64) * rows + down, unit, mask=down < rows)
-        coded = encode(values, inverse[:, None], FORMAT, LARGEST, False)
-        put_tile(codes, coded, row, column, rows, columns, SIDE, EVEN, False)
-    if STRAIGHT_TILE or TURNED_TILE:
-        found = float_of(absmax_of(tile_maximum(magnitude(values, FORMAT)), FORMAT))
-        inverse, unit = scales(found, found, FORMAT, LARGEST)
-        if STRAIGHT_TILE:
-            tl.store(scale + (row // SIDE) * (tl.cdiv(columns, 4 * SIDE) * 4) + column // SIDE, unit)
-            coded = encode(values, inverse, FORMAT, LARGEST, False)
-            put_tile(codes, coded, row, column, rows, columns, SIDE, EVEN, False)
-        if TURNED_TILE:
-            tl.store(turned_scale + (column // SIDE) * (tl.cdiv(rows, 4 * SIDE) * 4) + row // SIDE, unit)
-            values = _again(x, row, column, rows, columns, SIDE, EVEN)
-            coded = encode(values, inverse, FORMAT, LARGEST, False)
-            put_tile(transposed, tl.trans(coded), column, row, columns, rows, SIDE, EVEN, LONG)
-    if COLUMN:
-        if ROW:
-            values = _again(x, row, column, rows, columns, SIDE, EVEN)
-        inverse, unit = _vector_scales(tl.max(magnitude(values, FORMAT), 0), FORMAT, LARGEST, SIDE)
-        tl.store(turned_scale + (row // SIDE).to(tl.int64) * columns + across, unit, mask=across < columns)
+    sizes = magnitude(values, FORMAT)
     if SUMS:
         total = tl.sum(values, 0)
         tl.store(sums + (row // SIDE).to(tl.int64) * columns + across, total, mask=across < columns)
+    if ROW:
+        straight, unit = _vector_scales(tl.max(sizes, 1), FORMAT, LARGEST, SIDE)
+        tl.store(scale + (column // SIDE).to(tl.int64) * rows + down, unit, mask=down < rows)
+        straight = straight[:, None]
     if COLUMN:
+        turned, unit = _vector_scales(tl.max(sizes, 0), FORMAT, LARGEST, SIDE)
+        tl.store(turned_scale + (row // SIDE).to(tl.int64) * columns + across, unit, mask=across < columns)
+        turned = turned[None, :]
+    if STRAIGHT_TILE or TURNED_TILE:
+        found = float_of(absmax_of(tile_maximum(sizes), FORMAT))
+        inverse, unit = scales(found, found, FORMAT, LARGEST)
+        if STRAIGHT_TILE:
+            straight = inverse
+            tl.store(scale + (row // SIDE) * (tl.cdiv(columns, 4 * SIDE) * 4) + column // SIDE, unit)
+        if TURNED_TILE:
+            turned = inverse
+            tl.store(turned_scale + (column // SIDE) * (tl.cdiv(rows, 4 * SIDE) * 4) + row // SIDE, unit)
+    if ROW or STRAIGHT_TILE:
+        if COLUMN:
+            values = _again(x, row, column, rows, columns, SIDE, EVEN)
+        coded = encode(values, straight, FORMAT, LARGEST, False)
+        put_tile(codes, coded, row, column, rows, columns, SIDE, EVEN, False)
+    if COLUMN or TURNED_TILE:
         values = _again(x, row, column, rows, columns, SIDE, EVEN)
-        coded = encode(values, inverse[None, :], FORMAT, LARGEST, False)
+        coded = encode(values, turned, FORMAT, LARGEST, False)
         put_tile(transposed, tl.trans(coded), column, row, columns, rows, SIDE, EVEN, LONG)
 
 
 @triton.jit
 def _again(x, row, column, rows, columns, SIDE: tl.constexpr, EVEN: tl.constexpr):
-    """The tile once more, from the cache. What is held for both orders takes twice the registers, and numbers that
-    are encoded and nothing else are turned as they were loaded, 16 bits at a time.
+    """The tile once more, from the cache: held in registers from its maxima to its codes it would take twice as
+    many, and numbers that are encoded and nothing else are turned as they were loaded, 16 bits at a time.
     """
     tl.debug_barrier()  # or the compiler keeps the first read
     return fetch_tile(x, row, column, rows, columns, SIDE, EVEN)
@@ -133,5 +135,6 @@ def _launch(
         "LONG": grid[1] > MOST, "ROW": straight == "row128", "COLUMN": transposed == "column128",
         "STRAIGHT_TILE": straight == "tile128", "TURNED_TILE": transposed == "tile128", "SUMS": sums,
     }  # fmt: skip
-    options = {"num_warps": _WARPS, "enable_fp_fusion": False}
+    both = bool(straight and transposed == "column128")
+    options = {"num_warps": _WARPS_FOR_BOTH if both else _WARPS, "enable_fp_fusion": False}
     return BoundLaunch(_BLOCKS, grid[::-1] if constants["LONG"] else grid, (rows, columns), constants, options)
