@@ -18,9 +18,9 @@ from narrowgauge.kernels._linear import _autotune, _configs
 from narrowgauge.kernels._linear._autotune import multiply_codes
 from narrowgauge.kernels._linear._configs import CUBLAS, MatmulConfig, MatmulShape
 from narrowgauge.kernels._linear._multiply import fits_descriptors
-from narrowgauge.linear import quantize
+from narrowgauge.linear import _ops, quantize
 from narrowgauge.linear._quantize import ScaledCodes, spread
-from narrowgauge.linear._reference import scaled_matmul
+from narrowgauge.linear._reference import blocked_matmul, scaled_matmul
 from pairwise import cases
 
 FORMS = {"int8": ("int8", "int8"), "e4m3": ("e4m3", "e4m3"), "e5m2 and e4m3": ("e5m2", "e4m3")}
@@ -250,6 +250,29 @@ def test_every_shipped_way_is_right(config: MatmulConfig, forms: tuple) -> None:
                     one.codes, other.codes, one.scale, other.scale.t(), bias, torch.bfloat16, how, config
                 )
                 assert right(got, one, other, bias, fast=True), (shape, scalings, how)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scalings", [("row128", "tile128"), ("row128", "row128")], ids=str)
+@pytest.mark.parametrize("config", _configs.CANDIDATES, ids=str)
+def test_every_shipped_way_is_right_with_blocks(config: MatmulConfig, scalings: tuple[str, str]) -> None:
+    """Scales as quantizers leave them, which cuBLAS takes too; 1280 and 384 are no multiples of 512."""
+    for shape in ((1024, 1280, 768), (520, 384, 272), (520, 336, 272)):
+        x, w = (torch.randn(of, device="cuda") for of in (shape[:2], (shape[2], shape[1])))
+        made = [_ops.CUDA.quantize_blocks(x, of, "", "e4m3", False) for x, of in zip((x, w), scalings, strict=True)]
+        (left, left_scale), (right, right_scale) = (of[:2] for of in made)
+        lie = _autotune.lies(left, left_scale, True), _autotune.lies(right, right_scale, True)
+        of = _autotune.shape_of(*shape, left.dtype, *lie, torch.bfloat16, False)
+        bias = torch.randn(shape[2], device="cuda").bfloat16()
+        allowed = _autotune._allowed(left, right, *lie, bias, torch.bfloat16, of)
+        assert allowed[0] == (shape[1] % 128 == 0) or config.kernel != "cublas"
+        if not _configs.fits(config, of, *allowed):
+            continue
+        scales = left_scale, right_scale
+        got = multiply_codes(left, right, *scales, bias, torch.bfloat16, "blocks", config)
+        codes = ScaledCodes(left, left_scale), ScaledCodes(right, right_scale).t()
+        exact = blocked_matmul(*codes, bias, torch.float32)
+        assert float((got - exact).norm() / exact.norm()) < 2.5e-3, shape
 
 
 @pytest.mark.gpu
