@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ from test_linear_matmuls import FORMS, PLANS
 from torch import Tensor
 
 from narrowgauge.linear import LinearPlan, _function, linear, tune
+from narrowgauge.linear._ops import EAGER
 from pairwise import by_pairs
 
 pytest.importorskip("triton", reason="triton is not installed: there are no kernels")
 
 from narrowgauge.kernels import _launches
+from narrowgauge.kernels._linear._autotune import _blocks_by_cublas
 from narrowgauge.kernels._linear._record import Program, Recorded, record
 
 INT8 = PLANS["SWITCHBACK"]
@@ -192,7 +195,7 @@ X = torch.arange(12.0).reshape(3, 4)
 
 @pytest.mark.parametrize(
     "run",
-    [lambda x: [x.add_(1)], lambda x: [x[1:]], lambda x: [torch.stack([x, x])], lambda x: [x.to(device="cpu") * 2],
+    [lambda x: [x.add_(1)], lambda x: [x[1:]], lambda x: [x.to(device="cpu") * 2],
      lambda x: [x * float(x.sum())], lambda x: [X], lambda x: [torch.add(x, x, out=x)]],
 )  # fmt: skip
 def test_what_no_program_can_do_again_is_not_recorded(run: Callable[[Tensor], list[Tensor]]) -> None:
@@ -202,7 +205,7 @@ def test_what_no_program_can_do_again_is_not_recorded(run: Callable[[Tensor], li
 def test_functions_of_torch_are_called_again() -> None:
     def run(x: Tensor, y: Tensor, none: None) -> list[Tensor]:
         assert none is None
-        return [torch.mm(x.t(), y), x.view(torch.int32), x.sum(0).reshape(2, 2).t(), x]
+        return [torch.mm(x.t(), y), x.view(torch.int32), x.sum(0).reshape(2, 2).t(), x, torch.cat([x, y], 1)]
 
     y = torch.randn(3, 5)
     program = record([X, y, None], run)
@@ -215,6 +218,17 @@ def test_functions_of_torch_are_called_again() -> None:
     results = program(X, y, None)
     assert results[3] is X
     assert results[1].data_ptr() == X.data_ptr()
+
+
+@pytest.mark.parametrize("scaling", ["row128", "tile128"])
+def test_cublas_with_scales_of_blocks_is_recorded(scaling: str) -> None:
+    """Torch's function takes lists of scales; a CPU has none to play it with."""
+    made = [(torch.randn(of), how) for of, how in (((32, 640), "row128"), ((256, 640), scaling))]
+    (left, one), (right, other) = (EAGER.quantize_blocks(x, how, "", "e4m3", False)[:2] for x, how in made)
+    product = partial(_blocks_by_cublas, tiles=scaling == "tile128", dtype=torch.bfloat16)
+    program = record([left, right, one, other], lambda *given: [product(*given, None)])
+    assert program is not None
+    assert program.results
 
 
 def test_a_stand_in_answers_for_its_tensor() -> None:
