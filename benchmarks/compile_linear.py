@@ -79,7 +79,8 @@ def multiplies() -> Iterator[tuple[str, Any, MatmulConfig]]:
             continue
         for left, right, accumulation, shared in _OPERANDS:
             form = "int8" if left == "i8" else "float8"
-            kind = MatmulShape(form, "vector", "tensor", "bfloat16", accumulation, 1, 1, 1)
+            scalings = ("blocks", "blocks" if shared == 1 else "tiles") if shared else ("vector", "tensor")
+            kind = MatmulShape(form, *scalings, "bfloat16", accumulation, 1, 1, 1)
             if not _configs.fits(config, kind, False, True):
                 continue
             for even in (True, False):

@@ -122,7 +122,9 @@ def fits(config: MatmulConfig, kind: MatmulShape, cublas: bool, descriptors: boo
         # A block along K is one tile's, and so are columns that share a scale. Sums beside a block's product: 64
         # numbers of each are what a thread's registers hold.
         small = config.rows * config.columns <= 64 * 32 * config.warps
-        return config.inner == 128 and max(config.rows, config.columns) <= 128 and small
+        # Scales of columns, and sums of integers that become floats, take registers of their own.
+        enough = config.registers > 128 or (kind.format == "float8" and kind.right != "blocks")
+        return config.inner == 128 and max(config.rows, config.columns) <= 128 and small and enough
     # Full accumulation keeps two accumulators: 64 numbers of each are what a thread's registers hold.
     full = kind.format == "float8" and kind.accumulation == "full"
     return not full or config.rows * config.columns <= 64 * 32 * config.warps
