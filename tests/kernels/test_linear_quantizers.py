@@ -12,8 +12,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed: there are no kernels")
 
 from narrowgauge.formats import FP8_E4M3, FP8_E5M2
-from narrowgauge.kernels._linear import _dequantize, _rows, _tiles
-from narrowgauge.linear import quantize
+from narrowgauge.kernels._linear import _blocks, _dequantize, _rows, _tiles
+from narrowgauge.linear import _ops, quantize
 from pairwise import cases
 
 FORMS = ("int8", "e4m3", "e5m2")
@@ -98,6 +98,35 @@ def test_columns(shape: tuple[int, int], pair: tuple[torch.dtype, str], nonfinit
     assert same(codes, wanted.codes.t())
     assert same(scale, wanted.scale)
     assert summed(total, x)
+
+
+# What blocks and tiles end in, and a whole tile.
+BLOCKED = ((5, 7), (128, 128), (33, 130), (1, 300), (300, 1), (129, 257))
+ORDERS = (("row128", "column128"), ("row128", ""), ("", "column128"), ("tile128", "tile128"), ("", "tile128"),
+          ("tile128", "column128"))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "pair", "orders", "nonfinite"), cases(BLOCKED, PAIRS, ORDERS, (False, True)), ids=str
+)
+def test_blocks(
+    shape: tuple[int, int], pair: tuple[torch.dtype, str], orders: tuple[str, str], nonfinite: bool, device: str
+) -> None:
+    """Codes in each order and scales of each, from one pass."""
+    dtype, form = pair
+    x = matrix(shape, dtype, device, nonfinite)
+    sums = nonfinite or orders[0] == "row128"
+    straight, turned = (words(form, of, device) for of in (shape, shape[::-1]))
+    scales = [_ops._block_scales(x, how, of) for how, of in zip(orders, (False, True), strict=True)]
+    total = _blocks.quantize_blocks(x, form, *orders, straight, scales[0], turned, scales[1], sums)
+    for scaling, codes, got in zip(orders, (straight, turned.t()), scales, strict=True):
+        if scaling:
+            wanted = quantize(x, scaling, form)
+            assert same(codes.contiguous(), wanted.codes)
+            assert same(got.contiguous(), wanted.scale)
+        else:
+            assert bool((codes == 99).all())
+    assert summed(total, x) if sums else total is None
 
 
 AVERAGES = [("int8", None), ("int8", 0.5), ("e4m3", 0.0), ("e5m2", 1e30)]
@@ -222,7 +251,7 @@ def test_more_rows_than_the_second_side_of_a_grid_takes(
     long = _tiles._launch_tiles(65535 * 128 + 1, 200, torch.bfloat16, "int8", 1, None, True, True)
     assert long.grid == (65536, 2)
     _tiles._launch_tiles.cache_clear()
-    monkeypatch.setattr(_tiles, "_MOST", 1)
+    monkeypatch.setattr(_tiles, "MOST", 1)
     try:
         x = matrix(shape, torch.bfloat16, device)
         codes, turned = words("int8", shape, device), words("int8", shape[::-1], device)

@@ -24,7 +24,7 @@ PLANS = {
     "LLM_INT8": ng.linear.LLM_INT8,
     "averaged": AVERAGED,
     "BLOCKWISE_FP8": ng.linear.BLOCKWISE_FP8,
-    "BLOCKWISE_FP8 codes": replace(ng.linear.BLOCKWISE_FP8, saved="codes"),
+    "BLOCKWISE_FP8 input": replace(ng.linear.BLOCKWISE_FP8, saved="input"),
     "HIGH_PRECISION": ng.linear.HIGH_PRECISION,
 }
 COMPILED = (

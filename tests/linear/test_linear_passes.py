@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ from test_linear_matmuls import FORMS, PLANS
 from torch import Tensor
 
 from narrowgauge.linear import LinearPlan, _function, linear, tune
+from narrowgauge.linear._ops import EAGER
 from pairwise import by_pairs
 
 pytest.importorskip("triton", reason="triton is not installed: there are no kernels")
 
 from narrowgauge.kernels import _launches
+from narrowgauge.kernels._linear._autotune import _blocks_by_cublas
 from narrowgauge.kernels._linear._record import Program, Recorded, record
 
 INT8 = PLANS["SWITCHBACK"]
@@ -70,10 +73,11 @@ def play(kernels: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return check
 
 
-# Every plan but that of blocks, which has no kernels to play; every format and bias; the full product with --slow.
+# Every plan, format and bias; the full product with --slow.
 PLAYED = [
     ("SWITCHBACK", "int8", True), ("SWITCHBACK_M", "e4m3", False), ("SWITCHBACK_Q", "int8", False),
     ("LLM_INT8", "int8", True), ("TENSORWISE_FP8", "e4m3 and e5m2", True), ("HIGH_PRECISION", "int8", True),
+    ("BLOCKWISE_FP8", "e4m3", True),
 ]  # fmt: skip
 
 
@@ -81,23 +85,19 @@ PLAYED = [
     ("name", "form", "bias"),
     [
         pytest.param(*case, marks=[] if case in PLAYED else pytest.mark.slow)
-        for case in itertools.product((name for name in PLANS if name != "BLOCKWISE_FP8"), FORMS, (True, False))
+        for case in itertools.product(PLANS, FORMS, (True, False))
     ],
 )
 def test_played_is_the_long_way(name: str, form: str, bias: bool, play: Callable[..., None]) -> None:
     play(PLANS[name].with_format(*FORMS[form]), bias=bias)
 
 
-@pytest.mark.parametrize("rows", [21, 150])
-def test_blocks_are_not_played(rows: int, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = PLANS["BLOCKWISE_FP8"]
-    for seed in range(4):
-        given = layer(kernels, rows, seed=seed)
-        assert same(numbers(plan, given), long_way(monkeypatch, lambda given=given: numbers(plan, given)))
-    assert programs() == [False, False]
-
-
-@by_pairs(name=["SWITCHBACK", "SWITCHBACK_M", "LLM_INT8"], x=[True, False], w=[True, False], b=[True, False])
+@by_pairs(
+    name=["SWITCHBACK", "SWITCHBACK_M", "LLM_INT8", "BLOCKWISE_FP8"],
+    x=[True, False],
+    w=[True, False],
+    b=[True, False],
+)
 def test_gradients_that_are_wanted(name: str, x: bool, w: bool, b: bool, play: Callable[..., None]) -> None:
     play(PLANS[name], (x, w, b))
 
@@ -195,7 +195,7 @@ X = torch.arange(12.0).reshape(3, 4)
 
 @pytest.mark.parametrize(
     "run",
-    [lambda x: [x.add_(1)], lambda x: [x[1:]], lambda x: [torch.stack([x, x])], lambda x: [x.to(device="cpu") * 2],
+    [lambda x: [x.add_(1)], lambda x: [x[1:]], lambda x: [x.to(device="cpu") * 2],
      lambda x: [x * float(x.sum())], lambda x: [X], lambda x: [torch.add(x, x, out=x)]],
 )  # fmt: skip
 def test_what_no_program_can_do_again_is_not_recorded(run: Callable[[Tensor], list[Tensor]]) -> None:
@@ -205,7 +205,7 @@ def test_what_no_program_can_do_again_is_not_recorded(run: Callable[[Tensor], li
 def test_functions_of_torch_are_called_again() -> None:
     def run(x: Tensor, y: Tensor, none: None) -> list[Tensor]:
         assert none is None
-        return [torch.mm(x.t(), y), x.view(torch.int32), x.sum(0).reshape(2, 2).t(), x]
+        return [torch.mm(x.t(), y), x.view(torch.int32), x.sum(0).reshape(2, 2).t(), x, torch.cat([x, y], 1)]
 
     y = torch.randn(3, 5)
     program = record([X, y, None], run)
@@ -218,6 +218,17 @@ def test_functions_of_torch_are_called_again() -> None:
     results = program(X, y, None)
     assert results[3] is X
     assert results[1].data_ptr() == X.data_ptr()
+
+
+@pytest.mark.parametrize("scaling", ["row128", "tile128"])
+def test_cublas_with_scales_of_blocks_is_recorded(scaling: str) -> None:
+    """Torch's function takes lists of scales; a CPU has none to play it with."""
+    made = [(torch.randn(of), how) for of, how in (((32, 640), "row128"), ((256, 640), scaling))]
+    (left, one), (right, other) = (EAGER.quantize_blocks(x, how, "", "e4m3", False)[:2] for x, how in made)
+    product = partial(_blocks_by_cublas, tiles=scaling == "tile128", dtype=torch.bfloat16)
+    program = record([left, right, one, other], lambda *given: [product(*given, None)])
+    assert program is not None
+    assert program.results
 
 
 def test_a_stand_in_answers_for_its_tensor() -> None:

@@ -272,7 +272,10 @@ LLM_INT8 = replace(SWITCHBACK_Q, grad_weight=EightBit("column", "column"), name=
 _TENSORS = EightBit("tensor", "tensor", "e4m3")
 TENSORWISE_FP8 = LinearPlan(_TENSORS, _TENSORS, _TENSORS, name="TENSORWISE_FP8")
 _BLOCKS = EightBit("row128", "tile128", "e4m3")
-BLOCKWISE_FP8 = LinearPlan(_BLOCKS, _BLOCKS, EightBit("column128", "column128", "e4m3"), name="BLOCKWISE_FP8")
+# X in blocks of columns for the backward pass comes from the pass that makes its blocks of rows for the output.
+BLOCKWISE_FP8 = LinearPlan(
+    _BLOCKS, _BLOCKS, EightBit("column128", "column128", "e4m3"), saved="codes", name="BLOCKWISE_FP8"
+)
 HIGH_PRECISION = LinearPlan(name="HIGH_PRECISION")
 _NAMED = {
     plan.name: plan

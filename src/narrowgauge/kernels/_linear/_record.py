@@ -71,9 +71,9 @@ class Recorded(Tensor):
         if name in _ASKED:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        recorder = next((a.recorder for a in (*args, *kwargs.values()) if isinstance(a, Recorded)), None)
+        recorder = next((a.recorder for a in _in(args, kwargs)), None)
         if recorder is None or "out" in kwargs or (name.endswith("_") and not name.startswith("_")):
-            raise CannotRecord(f"{name}, which writes or takes lists")
+            raise CannotRecord(f"{name}, which writes")
         if name == "new_empty":
             return recorder.allocate(args[1], kwargs.get("dtype", args[0].dtype))
         return recorder.call(func, args, kwargs)
@@ -117,9 +117,8 @@ class Recorder:
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function of torch: a view, another tensor, or an answer that is no tensor."""
-        of = [a for a in (*args, *kwargs.values()) if isinstance(a, Recorded)]
-        twins = [a.twin if isinstance(a, Recorded) else a for a in args]
-        named = {name: a.twin if isinstance(a, Recorded) else a for name, a in kwargs.items()}
+        of = _in(args, kwargs)
+        twins, named = _twins(list(args)), {name: _twins(a) for name, a in kwargs.items()}
         if "device" in named:
             raise CannotRecord(f"{func.__name__} with a device")
         try:
@@ -204,7 +203,10 @@ class Program:
         return (-1, self.offsets[memory]) if memory in self.offsets else (memory, 0)
 
     def _reader(self, wanted: Any) -> Callable[[list[Any]], Any]:
-        """What makes an argument or a result of the tensors of a pass."""
+        """What makes an argument, which may be a list, or a result of the tensors of a pass."""
+        if isinstance(wanted, list):
+            several = [self._reader(one) for one in wanted]
+            return lambda tensors: [read(tensors) for read in several]
         if not isinstance(wanted, Recorded):
             return lambda tensors: wanted
         (number, offset), twin = self._place(wanted.memory), wanted.twin
@@ -255,6 +257,19 @@ class Program:
             launch.launches(launch.grid, (*given, *launch.sizes), launch.constants, launch.options)
 
         return run
+
+
+def _in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Recorded]:
+    """The stand-ins among arguments, those in lists too."""
+    each = [*args, *kwargs.values()]
+    each += [one for many in each if isinstance(many, list) for one in many]
+    return [one for one in each if isinstance(one, Recorded)]
+
+
+def _twins(of: Any) -> Any:
+    if isinstance(of, list):
+        return [_twins(one) for one in of]
+    return of.twin if isinstance(of, Recorded) else of
 
 
 def _twin(tensor: Tensor) -> Tensor:

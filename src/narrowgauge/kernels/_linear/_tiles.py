@@ -35,7 +35,7 @@ _STAGES = 4
 # The tile that is quantized, and warps for it.
 SIDE, _WARPS = 128, 8
 # How many programs the second side of a grid takes.
-_MOST = 65535
+MOST = 65535
 # Partial sums are some hundreds of rows of some thousand columns. Few columns a program make many programs; 16 are
 # 64 bytes, two of the sectors that memory is read by.
 _SUMMED_DOWN, _SUMMED_ACROSS, _SUMMING_WARPS = 256, 16, 8
@@ -79,6 +79,40 @@ def _look(
 
 
 @triton.jit
+def place(SIDE: tl.constexpr, LONG: tl.constexpr):
+    """The first row and column of a program's tile."""
+    # Neighbors share rows. The second side of the grid takes 65535: where there are more rows of tiles, 8 million
+    # rows, they go along the first side, which takes 2^31.
+    return tl.program_id(0 if LONG else 1) * SIDE, tl.program_id(1 if LONG else 0) * SIDE
+
+
+@triton.jit
+def fetch_tile(x, row, column, rows, columns, SIDE: tl.constexpr, EVEN: tl.constexpr):
+    """A tile in float32; zeros where the matrix ends. EVEN says that it does not end within tiles."""
+    inside = (tl.arange(0, SIDE)[:, None] * columns) + tl.arange(0, SIDE)[None, :]
+    start = row.to(tl.int64) * columns + column
+    if EVEN:
+        return tl.load(x + start + inside).to(tl.float32)
+    else:
+        here = (row + tl.arange(0, SIDE) < rows)[:, None] & (column + tl.arange(0, SIDE) < columns)[None, :]
+        return tl.load(x + start + inside, mask=here, other=0).to(tl.float32)
+
+
+@triton.jit
+def put_tile(codes, coded, row, column, rows, columns, SIDE: tl.constexpr, EVEN: tl.constexpr, LONG: tl.constexpr):
+    """Write a tile of codes at a row and column of a matrix; LONG if it may reach over more than 2^31 elements."""
+    down = tl.arange(0, SIDE)[:, None]
+    if LONG:
+        down = down.to(tl.int64)
+    at = codes + row.to(tl.int64) * columns + column + (down * columns + tl.arange(0, SIDE)[None, :])
+    if EVEN:
+        tl.store(at, coded)
+    else:
+        here = (row + tl.arange(0, SIDE) < rows)[:, None] & (column + tl.arange(0, SIDE) < columns)[None, :]
+        tl.store(at, coded, mask=here)
+
+
+@triton.jit
 def _quantize_tiles(
     x, maxima, average, codes, transposed, scale, own, rows, columns, count,
     FORMAT: tl.constexpr, LARGEST: tl.constexpr, SIDE: tl.constexpr, COUNT: tl.constexpr, TALL: tl.constexpr,
@@ -86,12 +120,8 @@ def _quantize_tiles(
     TURNED: tl.constexpr,
 ):  # fmt: skip
     """One tile a program. `maxima` are bits: `count` of the tensor, or one a column."""
-    # Neighbors share rows. The second side of the grid takes 65535: where there are more rows of tiles, 8 million
-    # rows, they go along the first side, which takes 2^31.
-    column = tl.program_id(1 if LONG else 0) * SIDE
-    row = tl.program_id(0 if LONG else 1) * SIDE
+    row, column = place(SIDE, LONG)
     across = column + tl.arange(0, SIDE)
-    down = row + tl.arange(0, SIDE)
     if TENSOR:
         each = tl.arange(0, COUNT)
         found = float_of(tl.max(tl.load(maxima + each, mask=each < count, other=0), 0))
@@ -109,29 +139,12 @@ def _quantize_tiles(
         if row == 0:
             tl.store(scale + across, unit, mask=across < columns)
         inverse = inverse[None, :]
-    inside = (tl.arange(0, SIDE)[:, None] * columns) + tl.arange(0, SIDE)[None, :]
-    start = row.to(tl.int64) * columns + column
-    here = (down < rows)[:, None] & (across < columns)[None, :]
-    if TALL and WIDE:
-        values = tl.load(x + start + inside).to(tl.float32)
-    else:
-        values = tl.load(x + start + inside, mask=here, other=0).to(tl.float32)
+    values = fetch_tile(x, row, column, rows, columns, SIDE, TALL and WIDE)
     coded = encode(values, inverse, FORMAT, LARGEST, AVERAGE)
     if STRAIGHT:
-        if TALL and WIDE:
-            tl.store(codes + start + inside, coded)
-        else:
-            tl.store(codes + start + inside, coded, mask=here)
+        put_tile(codes, coded, row, column, rows, columns, SIDE, TALL and WIDE, False)
     if TURNED:
-        turned = tl.arange(0, SIDE)[:, None]
-        if LONG:  # a tile may reach over more than 2^31 elements
-            turned = turned.to(tl.int64)
-        around = turned * rows + tl.arange(0, SIDE)[None, :]
-        start = column.to(tl.int64) * rows + row
-        if TALL and WIDE:
-            tl.store(transposed + start + around, tl.trans(coded))
-        else:
-            tl.store(transposed + start + around, tl.trans(coded), mask=tl.trans(here))
+        put_tile(transposed, tl.trans(coded), column, row, columns, rows, SIDE, TALL and WIDE, LONG)
 
 
 @triton.jit
@@ -243,7 +256,7 @@ def _launch_tiles(
     """The launch for matrices of a shape and dtype, with `count` maxima of the tensor or, if 0, one a column."""
     constants = {
         "FORMAT": format, "LARGEST": LARGEST[format], "SIDE": SIDE, "COUNT": power_above(max(count, 1)),
-        "TALL": rows % SIDE == 0, "WIDE": columns % SIDE == 0, "LONG": over(rows, SIDE) > _MOST,
+        "TALL": rows % SIDE == 0, "WIDE": columns % SIDE == 0, "LONG": over(rows, SIDE) > MOST,
         "TENSOR": count > 0, "AVERAGE": average is not None, "STRAIGHT": straight, "TURNED": turned,
     }  # fmt: skip
     options = {"num_warps": _WARPS, "enable_fp_fusion": False}
