@@ -1,7 +1,7 @@
 """The heavy operations of a linear layer: eager torch, kernels, and operators of torch for compilers.
 
 They quantize a matrix by rows, by columns, as a whole or in blocks, dequantize it, and multiply two in codes. On
-CUDA they are Triton kernels where Triton runs; elsewhere, and for scales of blocks, eager torch, which is the
+CUDA they are Triton kernels where Triton runs; elsewhere, and for most scales of blocks, eager torch, which is the
 specification. The kernels match its codes and scales bit for bit, its products of int8 too, and those of float8 up
 to the order and width of sums.
 
@@ -82,11 +82,11 @@ def _kernels(x: Tensor, dtype: torch.dtype) -> bool:
 
 
 @functools.cache
-def _modules() -> tuple[Any, Any, Any, Any]:
+def _modules() -> tuple[Any, Any, Any, Any, Any]:
     """The kernels' modules; an import statement at every call takes a microsecond each."""
-    from narrowgauge.kernels._linear import _autotune, _dequantize, _rows, _tiles
+    from narrowgauge.kernels._linear import _autotune, _blocks, _dequantize, _rows, _tiles
 
-    return _rows, _tiles, _autotune, _dequantize
+    return _rows, _tiles, _autotune, _dequantize, _blocks
 
 
 def _sums(x: Tensor, sums: bool, dtype: torch.dtype) -> Tensor | None:
@@ -220,6 +220,17 @@ def _eager_blocks(
     return codes.contiguous() if straight else none.clone(), turned, scale, _sums(x, sums, dtype)
 
 
+def _cuda_blocks(
+    x: Tensor, scaling: Scaling, format: Format, straight: bool, transposed: bool, sums: bool,
+    dtype: torch.dtype = torch.float32,
+) -> Blocks:  # fmt: skip
+    if scaling != "row128" or transposed or not _kernels(x, FORMATS[format].dtype) or x.dtype == torch.float64:
+        return _eager_blocks(x, scaling, format, straight, transposed, sums, dtype)
+    codes, turned = _both_codes(x, format, straight, False)
+    scale, _, total = _modules()[4].quantize_blocks(x.contiguous(), format, scaling, "", codes, turned, sums, dtype)
+    return codes, turned, scale, total
+
+
 def _fake_blocks(
     x: Tensor, scaling: Scaling, format: Format, straight: bool, transposed: bool, sums: bool
 ) -> tuple[Tensor, ...]:
@@ -269,10 +280,13 @@ def _eager_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def _cuda_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    blocks = any(count not in (1, size) for count, size in zip(scale.shape, codes.shape, strict=True))
-    if blocks or dtype == torch.float64 or not _kernels(codes, codes.dtype):
+    rows, columns = codes.shape
+    known = (scale.shape[0] in (1, rows) and scale.shape[1] in (1, columns)) or (
+        tuple(scale.shape) == scale_shape("row128", rows, columns)
+    )
+    if not known or dtype == torch.float64 or not _kernels(codes, codes.dtype):
         return _eager_dequantize(codes, scale, dtype)
-    product: Tensor = _modules()[3].dequantize(codes.contiguous(), scale.contiguous(), dtype)
+    product: Tensor = _modules()[3].dequantize(codes.contiguous(), scale, dtype)
     return product
 
 
@@ -291,7 +305,7 @@ class Operations(NamedTuple):
 
 
 EAGER = Operations(_eager_rows, _eager_columns, _eager_tensor, _eager_blocks, _eager_dequantize, eager_product)
-CUDA = Operations(_cuda_rows, _cuda_columns, _cuda_tensor, _eager_blocks, _cuda_dequantize, cuda_product)
+CUDA = Operations(_cuda_rows, _cuda_columns, _cuda_tensor, _cuda_blocks, _cuda_dequantize, cuda_product)
 
 
 # The operators

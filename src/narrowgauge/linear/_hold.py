@@ -1,0 +1,345 @@
+"""What norms, activations and linear layers keep between forward and backward, held as codes in blocks of 128.
+
+Autograd saves inputs: a norm its input, an activation its own, a gated product both factors, a linear layer what it
+multiplied. They wait in 16 or 32 bits until the backward pass reads them once. Here they wait as codes of eight
+bits, with a scale for each 128 elements of a row, and the backward pass computes with what the codes stand for.
+The forward pass does not change. Attention keeps what it saves: a softmax that is computed again from rounded
+queries and keys no longer sums to one.
+
+Eager, `torch.autograd.graph.saved_tensors_hooks` run around a layer's forward pass. Every float tensor that it saves
+and that is no weight becomes codes, once: layers that save the same tensor (queries, keys and values their common
+input) share its codes. What attention saves as it is, another layer is given as it is, not in codes beside it.
+Where other such hooks are active (activation checkpointing, offloading to the CPU), they decide.
+
+A compiler does not trace these hooks. For it a layer f is computed twice, once as it is, without gradients, and once
+from the rounded input, for the gradients alone: nobody reads the values of the second, so the compiler drops them
+and keeps what its backward pass needs. That can be had from the codes, which are smaller than anything else, so it
+saves these, fused into the kernels around. Of a gated MLP it saves the codes of both factors, and nothing for the
+multiply after them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from narrowgauge._arguments import check_choice
+from narrowgauge._torch_private import packs
+from narrowgauge.linear._matmuls import make_schedule
+from narrowgauge.linear._module import LowPrecisionConv1D, PlannedModule
+from narrowgauge.linear._ops import operations
+from narrowgauge.linear._quantize import BLOCK, FORMATS, SMALLEST_ABSMAX, Format
+from narrowgauge.linear._swap import KEEP, matches
+
+_WIDE = (torch.bfloat16, torch.float16, torch.float32)
+_LEAST = 32  # elements of a row: below, its scale is more than an eighth of its codes
+_ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
+_NOT_ELEMENTWISE = (nn.Softmax, nn.LogSoftmax, nn.Softmax2d, nn.Softmin, nn.MultiheadAttention, nn.GLU)
+# down(act(gate(x)) * up(x)), as a forward pass of transformers, torchtitan or LLaMA's own code says it.
+_GATED = re.compile(
+    r"def forward\(self, (?P<x>\w+)[^)]*\)[^:]*:\s*(?:\w+ = )?(?:return )?self\.(?P<down>\w+)\(\s*"
+    r"(?P<act>self\.\w+|F\.silu|torch\.nn\.functional\.silu)\(self\.(?P<gate>\w+)\((?P=x)\)\) \* "
+    r"self\.(?P<up>\w+)\((?P=x)\)\s*\)(?:\s*return \w+)?\s*$"
+)
+
+
+@dataclass
+class HeldActivations:
+    """The result of `hold_activations`.
+
+    Attributes:
+        format: of the codes.
+        held: the modules whose saved activations are held in codes, and what each is: ``"norm"``,
+            ``"activation"``, ``"linear"`` or ``"gated"``, an MLP whose product is held too.
+        kept: why each other linear layer, norm and activation was kept, by name.
+    """
+
+    format: Format
+    held: dict[str, str] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
+    _wrapped: list[nn.Module] = field(default_factory=list, repr=False)
+
+    def undo(self) -> None:
+        """Let autograd save as it does."""
+        for module in self._wrapped:
+            del module.forward
+        self._wrapped.clear()
+
+    def __str__(self) -> str:
+        lines = [f"held in {self.format}: {len(self.held)}", *(f"  {name}  {what}" for name, what in self.held.items())]
+        return "\n".join([*lines, f"kept: {len(self.kept)}", *(f"  {n}  {why}" for n, why in self.kept.items())])
+
+
+def hold_activations(model: nn.Module, format: Format = "e4m3", *, keep: Iterable[str] = KEEP) -> HeldActivations:
+    """Hold what norms, activations, gated MLPs and linear layers save for the backward pass in eight bits, in place.
+
+    A byte and a 32nd for each element, in place of two or four. The output of the model does not change, gradients
+    have the noise of the codes. Parameters and their names stay. Call it after layers are swapped, by `swap_linears`
+    or a recipe, and before ``fully_shard`` and ``torch.compile``.
+
+    A block that is checkpointed saves its input only, as before; compiled, it would round for nothing: hold
+    activations instead of checkpointing, or in the blocks that are not checkpointed.
+
+    Args:
+        model: the model, or a part of it, such as its blocks.
+        format: of the codes: ``"e4m3"`` or ``"e5m2"``, for values of many scales, or ``"int8"``, which has less
+            noise for values of one. Compiled for CUDA, float8 needs compute capability 8.9.
+        keep: modules to leave alone: a name, the last part of one, the name of a module around it, or a pattern
+            with ``*``.
+
+    Returns:
+        What is held, what is not and why; `undo()` restores all.
+
+    Raises:
+        ValueError: for another format, a `keep` that is one string, and a model with nothing to hold.
+
+    Example:
+        >>> held = hold_activations(model.model.layers)
+    """
+    check_choice("format", format, tuple(FORMATS))
+    if isinstance(keep, str):
+        raise ValueError(f"keep must be a list of names such as ('lm_head',), got {keep!r}")
+    report = HeldActivations(format)
+    wrapped: dict[nn.Module, Any] = {}
+    around: dict[nn.Module, None] = {}
+    inner: set[nn.Module] = set()  # parts of a gated product
+    patterns, modules = tuple(keep), dict(model.named_modules())
+    for name, module in modules.items():
+        what, gated = _kind(module), _gated(module)
+        if what is None and gated is None:
+            continue
+        why = next((f"fits {pattern!r} of keep" for pattern in patterns if matches(name, pattern)), None)
+        if "forward" in vars(module):
+            why = why or "has a forward pass of its own, not of its class"
+        if why is None and isinstance(module, PlannedModule) and _saves_codes(module):
+            why = "its plan saves codes"
+        if why is not None:
+            report.kept[name] = why
+            continue
+        if gated is not None:
+            inner |= {part for part in (gated.down, gated.act) if isinstance(part, nn.Module)}
+        report.held[name] = what or "gated"
+        if module not in inner:
+            wrapped[module] = gated or format
+        parent = modules.get(name.rpartition(".")[0]) if name else None
+        if what == "linear" and parent is not None and "forward" not in vars(parent):
+            around[parent] = None
+    if not wrapped:
+        raise ValueError(
+            f"model must have norms, activations or linear layers to hold, got a {type(model).__name__} with none"
+        )
+    for module, how in {**dict.fromkeys(around), **wrapped}.items():
+        # A partial of a function of the module: it is copied and pickled with it.
+        module.forward = partial(_forward, module, format, how)
+        report._wrapped.append(module)
+    return report
+
+
+# Which modules
+
+
+@dataclass(frozen=True)
+class _Gated:
+    """The parts of a gated MLP: layers, and the activation as a module or a function."""
+
+    gate: nn.Module
+    up: nn.Module
+    down: nn.Module
+    act: Callable[[Tensor], Tensor]
+
+
+def _kind(module: nn.Module) -> str | None:
+    """What a module is that saves its input; None for any other."""
+    kind = type(module)
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        return "norm"
+    if kind.__name__.endswith(("RMSNorm", "LayerNorm")) and not any(True for _ in module.children()):
+        return "norm"
+    if isinstance(module, nn.Linear | LowPrecisionConv1D) or kind.__name__ in ("Conv1D",):
+        return None if kind.__name__ == "NonDynamicallyQuantizableLinear" else "linear"
+    if kind.__module__ in _ACTIVATIONS and not isinstance(module, _NOT_ELEMENTWISE):
+        plain = not any(True for _ in module.parameters()) and not getattr(module, "inplace", False)
+        return "activation" if plain else None
+    return None
+
+
+def _gated(module: nn.Module) -> _Gated | None:
+    """The parts of a module whose forward pass is `down(act(gate(x)) * up(x))`; None for any other."""
+    try:
+        source = textwrap.dedent(inspect.getsource(type(module).forward))
+    except (OSError, TypeError):
+        return None
+    found = _GATED.match(source)
+    if found is None:
+        return None
+    gate, up, down = (getattr(module, found[name], None) for name in ("gate", "up", "down"))
+    if any(not isinstance(part, nn.Module) or _kind(part) != "linear" for part in (gate, up, down)):
+        return None
+    act: Any = torch.nn.functional.silu
+    if found["act"].startswith("self."):
+        act = getattr(module, found["act"].removeprefix("self."))
+    return _Gated(gate, up, down, act)
+
+
+def _saves_codes(module: PlannedModule) -> bool:
+    """Whether a layer's plan saves codes of the input already."""
+    return dict(make_schedule(module.plan, (True, True, False)).kept).get("input") is not None
+
+
+# The forward pass
+
+
+def _forward(module: nn.Module, format: Format, how: Any, *args: Any, **kwargs: Any) -> Any:
+    """A module's forward pass; `how` is the format for one that is held, parts of a gated one, None around them."""
+    run = partial(type(module).forward, module)
+    if torch.compiler.is_compiling():
+        if how is None or len(args) != 1 or kwargs or not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        if isinstance(how, _Gated):
+            return _compiled_gated(how, format, args[0])
+        return _by_rounded(run, format, args[0])
+    above = packs()
+    if not torch.is_grad_enabled() or not (above is None or isinstance(above, _Watch)):
+        return run(*args, **kwargs)
+    hook = _Watch() if how is None else _Pack(format, [p for p in module.parameters() if type(p) is nn.Parameter])
+    with saved_tensors_hooks(hook, _unpack):
+        return run(*args, **kwargs)
+
+
+# Eager
+
+
+class _Codes:
+    """Rows in codes, and the dtype that they had."""
+
+    def __init__(self, rows: Tensor, format: Format) -> None:
+        made = operations(rows).quantize_blocks(rows, "row128", format, True, False, False)
+        self.codes, self.scale, self.dtype = made[0], made[2], rows.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A tensor that is held: its rows, and its shape."""
+
+    rows: _Codes
+    shape: torch.Size
+
+
+# By storage: codes of the tensors in it, as long as a graph holds them; None if a graph holds the storage itself.
+_seen: weakref.WeakKeyDictionary[Any, dict[Any, weakref.ref[_Codes]] | None] = weakref.WeakKeyDictionary()
+
+
+class _Watch:
+    """Saves tensors as they are, and remembers their storages."""
+
+    def __call__(self, x: Tensor) -> Tensor | _Held:
+        if type(x) is Tensor and x.dtype in _WIDE:
+            _seen[x.untyped_storage()] = None
+        return x
+
+
+class _Pack(_Watch):
+    """Saves tensors as codes.
+
+    Args:
+        format: of the codes.
+        parameters: of the module; neither they nor copies of them in another dtype are activations.
+    """
+
+    def __init__(self, format: Format, parameters: list[nn.Parameter]) -> None:
+        self.format, self.parameters = format, parameters
+
+    def __call__(self, x: Tensor) -> Tensor | _Held:
+        if not self._is_activation(x):
+            return x
+        storage = x.untyped_storage()
+        known = _seen.setdefault(storage, {})
+        if known is None:
+            return x
+        layout = None if x.is_contiguous() else (x.shape, x.stride())
+        key = x.storage_offset(), x.numel(), x.shape[-1], layout, x.dtype, x._version, self.format
+        found = known[key]() if key in known else None
+        if found is None:
+            found = _Codes(x.detach().reshape(-1, x.shape[-1]).contiguous(), self.format)
+            known[key] = weakref.ref(found)
+        return _Held(found, x.shape)
+
+    def _is_activation(self, x: Tensor) -> bool:
+        if type(x) is not Tensor or x.dtype not in _WIDE or x.dim() < 2 or x.shape[-1] < _LEAST or x.stride(-1) != 1:
+            return False
+        storage = x.untyped_storage()
+        if storage.nbytes() < x.numel() * x.element_size():  # expanded
+            return False
+        return not any(x.shape == p.shape or storage is p.untyped_storage() for p in self.parameters)
+
+
+def _unpack(saved: Tensor | _Held) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    rows = saved.rows
+    return operations(rows.codes).dequantize(rows.codes, rows.scale, rows.dtype).reshape(saved.shape)
+
+
+# Compiled
+
+
+def _compiled_gated(parts: _Gated, format: Format, x: Tensor) -> Tensor:
+    down = partial(type(parts.down).forward, parts.down)
+    return _by_rounded(lambda gate, up: down(parts.act(gate) * up), format, parts.gate(x), parts.up(x))
+
+
+def _by_rounded(run: Callable[..., Tensor], format: Format, *inputs: Tensor) -> Tensor:
+    """The value of `run(*inputs)`, with the gradients of it at the rounded inputs."""
+    if any(x.dtype not in _WIDE or x.shape[-1] < _LEAST for x in inputs):
+        return run(*inputs)
+    with torch.no_grad():
+        value = run(*inputs)
+    result: Tensor = _Instead.apply(value, run(*(_Rounded.apply(x, format) for x in inputs)))  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Rounded(torch.autograd.Function):
+    """A tensor as its codes have it; the gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, format: Format) -> Tensor:
+        return _rounded(x, format)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g, None
+
+
+class _Instead(torch.autograd.Function):
+    """The first tensor; the gradient is the second one's."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, graded: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor]:
+        return None, g
+
+
+def _rounded(x: Tensor, format: Format) -> Tensor:
+    """`quantize(x, "row128", format)`, dequantized, in operations that a compiler fuses."""
+    target, columns = FORMATS[format], x.shape[-1]
+    blocks = torch.nn.functional.pad(x, (0, -columns % BLOCK)).unflatten(-1, (-1, BLOCK)).to(torch.float32)
+    absmax = blocks.abs().amax(-1, keepdim=True)
+    usable = absmax >= SMALLEST_ABSMAX
+    inverse = torch.where(usable, target.largest / absmax, 0.0)
+    scaled = (blocks * inverse).clamp(-target.largest, target.largest)
+    codes = (scaled.round() if target.floats is None else scaled).to(target.dtype)
+    rounded = codes.to(torch.float32) * torch.where(usable, absmax / target.largest, 0.0)
+    return rounded.flatten(-2)[..., :columns].to(x.dtype)
