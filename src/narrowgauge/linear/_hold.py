@@ -20,14 +20,15 @@ multiply after them.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import textwrap
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Literal, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from narrowgauge._arguments import check_choice
 from narrowgauge._torch_private import packs
 from narrowgauge.linear._matmuls import make_schedule
-from narrowgauge.linear._module import LowPrecisionConv1D, PlannedModule
+from narrowgauge.linear._module import LowPrecisionConv1D, PlannedModule, planned_class
 from narrowgauge.linear._ops import operations
 from narrowgauge.linear._quantize import BLOCK, FORMATS, SMALLEST_ABSMAX, Format
 from narrowgauge.linear._swap import KEEP, matches
@@ -67,13 +68,24 @@ class HeldActivations:
     format: Format
     held: dict[str, str] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
-    _wrapped: list[nn.Module] = field(default_factory=list, repr=False)
+    _undo: list[tuple[nn.Module, type[nn.Module], type[nn.Module]]] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
-        """Let autograd save as it does."""
-        for module in self._wrapped:
-            del module.forward
-        self._wrapped.clear()
+        """Let autograd save as it does.
+
+        Raises:
+            RuntimeError: if a module's class has changed since, by a parametrization or `fully_shard`; then nothing
+                is undone.
+        """
+        for module, _, became in self._undo:
+            if type(module) is not became:
+                raise RuntimeError(
+                    f"a {became.__name__} must be as it was left to be undone, got a {type(module).__name__}: remove "
+                    "first what was applied after holding"
+                )
+        for module, was, _ in self._undo:
+            module.__class__ = was
+        self._undo.clear()
 
     def __str__(self) -> str:
         lines = [f"held in {self.format}: {len(self.held)}", *(f"  {name}  {what}" for name, what in self.held.items())]
@@ -110,8 +122,8 @@ def hold_activations(model: nn.Module, format: Format = "e4m3", *, keep: Iterabl
     if isinstance(keep, str):
         raise ValueError(f"keep must be a list of names such as ('lm_head',), got {keep!r}")
     report = HeldActivations(format)
-    wrapped: dict[nn.Module, Any] = {}
-    around: dict[nn.Module, None] = {}
+    became: dict[nn.Module, _How] = {}
+    around: list[nn.Module] = []
     inner: set[nn.Module] = set()  # parts of a gated product
     patterns, modules = tuple(keep), dict(model.named_modules())
     for name, module in modules.items():
@@ -119,6 +131,8 @@ def hold_activations(model: nn.Module, format: Format = "e4m3", *, keep: Iterabl
         if what is None and gated is None:
             continue
         why = next((f"fits {pattern!r} of keep" for pattern in patterns if matches(name, pattern)), None)
+        if isinstance(module, _Holding):
+            why = why or "is held already"
         if "forward" in vars(module):
             why = why or "has a forward pass of its own, not of its class"
         if why is None and isinstance(module, PlannedModule) and _saves_codes(module):
@@ -127,35 +141,33 @@ def hold_activations(model: nn.Module, format: Format = "e4m3", *, keep: Iterabl
             report.kept[name] = why
             continue
         if gated is not None:
-            inner |= {part for part in (gated.down, gated.act) if isinstance(part, nn.Module)}
+            inner |= {part for part in (getattr(module, name, None) for name in gated[2:]) if part is not None}
         report.held[name] = what or "gated"
         if module not in inner:
-            wrapped[module] = gated or format
+            became[module] = gated or "held"
         parent = modules.get(name.rpartition(".")[0]) if name else None
-        if what == "linear" and parent is not None and "forward" not in vars(parent):
-            around[parent] = None
-    if not wrapped:
+        if what == "linear" and parent is not None:
+            around.append(parent)
+    if not became:
         raise ValueError(
             f"model must have norms, activations or linear layers to hold, got a {type(model).__name__} with none"
         )
-    for module, how in {**dict.fromkeys(around), **wrapped}.items():
-        # A partial of a function of the module: it is copied and pickled with it.
-        module.forward = partial(_forward, module, format, how)
-        report._wrapped.append(module)
+    for parent in around:
+        if "forward" not in vars(parent) and not isinstance(parent, _Holding):
+            became.setdefault(parent, "watched")
+    for module, how in became.items():
+        was = type(module)
+        module.__class__ = _holding_class(was, format, how)
+        report._undo.append((module, was, type(module)))
     return report
 
 
 # Which modules
 
 
-@dataclass(frozen=True)
-class _Gated:
-    """The parts of a gated MLP: layers, and the activation as a module or a function."""
-
-    gate: nn.Module
-    up: nn.Module
-    down: nn.Module
-    act: Callable[[Tensor], Tensor]
+# Of a gated MLP the names of its layers gate and up, of its activation ("F" for silu as a function) and of down.
+_Gated = tuple[str, str, str, str]
+_How = Literal["held", "watched"] | _Gated
 
 
 def _kind(module: nn.Module) -> str | None:
@@ -182,13 +194,11 @@ def _gated(module: nn.Module) -> _Gated | None:
     found = _GATED.match(source)
     if found is None:
         return None
-    gate, up, down = (getattr(module, found[name], None) for name in ("gate", "up", "down"))
-    if any(not isinstance(part, nn.Module) or _kind(part) != "linear" for part in (gate, up, down)):
+    layers = [getattr(module, found[name], None) for name in ("gate", "up", "down")]
+    if any(not isinstance(layer, nn.Module) or _kind(layer) != "linear" for layer in layers):
         return None
-    act: Any = torch.nn.functional.silu
-    if found["act"].startswith("self."):
-        act = getattr(module, found["act"].removeprefix("self."))
-    return _Gated(gate, up, down, act)
+    act = found["act"].removeprefix("self.") if found["act"].startswith("self.") else "F"
+    return found["gate"], found["up"], act, found["down"]
 
 
 def _saves_codes(module: PlannedModule) -> bool:
@@ -199,21 +209,57 @@ def _saves_codes(module: PlannedModule) -> bool:
 # The forward pass
 
 
-def _forward(module: nn.Module, format: Format, how: Any, *args: Any, **kwargs: Any) -> Any:
-    """A module's forward pass; `how` is the format for one that is held, parts of a gated one, None around them."""
-    run = partial(type(module).forward, module)
-    if torch.compiler.is_compiling():
-        if how is None or len(args) != 1 or kwargs or not torch.is_grad_enabled():
+class _Holding:
+    """Base of the classes of held modules, beside the class that a module had.
+
+    Attributes:
+        _was: that class.
+        _format: of the codes.
+        _how: ``"held"``, the parts of a gated MLP, or ``"watched"``: saves as it does, around layers that are held.
+    """
+
+    _was: ClassVar[Any]
+    _format: ClassVar[Format]
+    _how: ClassVar[_How]
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        run, how = partial(self._was.forward, self), self._how
+        if torch.compiler.is_compiling():
+            if how == "watched" or len(args) != 1 or kwargs or not torch.is_grad_enabled():
+                return run(*args, **kwargs)
+            if how == "held":
+                return _by_rounded(run, self._format, args[0])
+            return _compiled_gated(self, how, self._format, args[0])
+        above = packs()
+        if not torch.is_grad_enabled() or not (above is None or isinstance(above, _Watch)):
             return run(*args, **kwargs)
-        if isinstance(how, _Gated):
-            return _compiled_gated(how, format, args[0])
-        return _by_rounded(run, format, args[0])
-    above = packs()
-    if not torch.is_grad_enabled() or not (above is None or isinstance(above, _Watch)):
-        return run(*args, **kwargs)
-    hook = _Watch() if how is None else _Pack(format, [p for p in module.parameters() if type(p) is nn.Parameter])
-    with saved_tensors_hooks(hook, _unpack):
-        return run(*args, **kwargs)
+        hook = _Watch() if how == "watched" else _Pack(self._format, list(self.parameters()))
+        with saved_tensors_hooks(hook, _unpack):
+            return run(*args, **kwargs)
+
+
+@functools.cache
+def _holding_class(kind: Any, format: Format, how: _How) -> type[nn.Module]:
+    """The class of a held module, of its former class's name; one for each, which compiled code is shared by."""
+    namespace = {
+        "__module__": kind.__module__, "__doc__": kind.__doc__, "__qualname__": kind.__qualname__,
+        "__reduce_ex__": _reduce, "_was": kind, "_format": format, "_how": how,
+    }  # fmt: skip
+    return type(kind.__name__, (_Holding, kind), namespace)
+
+
+def _reduce(module: Any, protocol: SupportsIndex) -> Any:
+    kind = type(module)
+    reduced: Any = super(kind._was, module).__reduce_ex__(protocol)
+    if "_was" not in vars(kind):  # derived from this one since, and pickled as it says itself
+        return reduced
+    planned = vars(kind._was).get("_planned")
+    return (_empty, (planned or kind._was, planned is not None, kind._format, kind._how), *reduced[2:])
+
+
+def _empty(kind: Any, planned: bool, format: Format, how: _How) -> nn.Module:
+    made = _holding_class(planned_class(kind) if planned else kind, format, how)
+    return made.__new__(made)
 
 
 # Eager
@@ -256,7 +302,7 @@ class _Pack(_Watch):
         parameters: of the module; neither they nor copies of them in another dtype are activations.
     """
 
-    def __init__(self, format: Format, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, format: Format, parameters: Sequence[nn.Parameter]) -> None:
         self.format, self.parameters = format, parameters
 
     def __call__(self, x: Tensor) -> Tensor | _Held:
@@ -280,7 +326,9 @@ class _Pack(_Watch):
         storage = x.untyped_storage()
         if storage.nbytes() < x.numel() * x.element_size():  # expanded
             return False
-        return not any(x.shape == p.shape or storage is p.untyped_storage() for p in self.parameters)
+        # A parameter of another class than torch's keeps its numbers elsewhere.
+        plain = [p for p in self.parameters if type(p) is nn.Parameter]
+        return not any(x.shape == p.shape or storage is p.untyped_storage() for p in plain)
 
 
 def _unpack(saved: Tensor | _Held) -> Tensor:
@@ -293,9 +341,10 @@ def _unpack(saved: Tensor | _Held) -> Tensor:
 # Compiled
 
 
-def _compiled_gated(parts: _Gated, format: Format, x: Tensor) -> Tensor:
-    down = partial(type(parts.down).forward, parts.down)
-    return _by_rounded(lambda gate, up: down(parts.act(gate) * up), format, parts.gate(x), parts.up(x))
+def _compiled_gated(module: Any, parts: _Gated, format: Format, x: Tensor) -> Tensor:
+    gate, up, activation, down = (getattr(module, name, None) for name in parts)
+    act: Any = torch.nn.functional.silu if activation is None else activation
+    return _by_rounded(lambda a, b: type(down).forward(down, act(a) * b), format, gate(x), up(x))
 
 
 def _by_rounded(run: Callable[..., Tensor], format: Format, *inputs: Tensor) -> Tensor:
