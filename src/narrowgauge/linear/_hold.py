@@ -6,16 +6,16 @@ bits, with a scale for each 128 elements of a row, and the backward pass compute
 The forward pass does not change. Attention keeps what it saves: a softmax that is computed again from rounded
 queries and keys no longer sums to one.
 
-Eager, `torch.autograd.graph.saved_tensors_hooks` run around a layer's forward pass. Every float tensor that it saves
-and that is no weight becomes codes, once: layers that save the same tensor (queries, keys and values their common
-input) share its codes. What attention saves as it is, another layer is given as it is, not in codes beside it.
-Where other such hooks are active (activation checkpointing, offloading to the CPU), they decide.
+Eager, `torch.autograd.graph.saved_tensors_hooks` run around a layer's forward pass. Every float tensor that it
+saves and that is no weight becomes codes, once: layers that save the same tensor (queries, keys and values their
+common input) share its codes. What attention saves as it is, another layer saves as it is too, not in codes beside
+it. Where other such hooks are active (activation checkpointing, offloading to the CPU), they decide.
 
-A compiler does not trace these hooks. For it a layer f is computed twice, once as it is, without gradients, and once
-from the rounded input, for the gradients alone: nobody reads the values of the second, so the compiler drops them
-and keeps what its backward pass needs. That can be had from the codes, which are smaller than anything else, so it
-saves these, fused into the kernels around. Of a gated MLP it saves the codes of both factors, and nothing for the
-multiply after them.
+A compiler does not trace these hooks. For it a layer is computed twice, once as it is, without gradients, and once
+from the rounded input, for the gradients alone: the values of the second are not read, so the compiler drops them
+and keeps what its backward pass needs. That can be computed from the codes, which are smaller than anything else,
+so it saves these, and fuses their making into the kernels around. Of a gated MLP it saves the codes of both
+factors, and nothing for the multiply after them.
 """
 
 from __future__ import annotations
@@ -80,24 +80,27 @@ class HeldActivations:
         for module, _, became in self._undo:
             if type(module) is not became:
                 raise RuntimeError(
-                    f"a {became.__name__} must be as it was left to be undone, got a {type(module).__name__}: remove "
-                    "first what was applied after holding"
+                    f"a {became.__name__} must have the class that it was given, got {type(module).__qualname__}: "
+                    "remove first what was applied after holding"
                 )
         for module, was, _ in self._undo:
             module.__class__ = was
         self._undo.clear()
 
     def __str__(self) -> str:
-        lines = [f"held in {self.format}: {len(self.held)}", *(f"  {name}  {what}" for name, what in self.held.items())]
+        lines = [
+            f"held in {self.format}: {len(self.held)}",
+            *(f"  {name}  {what}" for name, what in self.held.items()),
+        ]
         return "\n".join([*lines, f"kept: {len(self.kept)}", *(f"  {n}  {why}" for n, why in self.kept.items())])
 
 
 def hold_activations(model: nn.Module, format: Format = "e4m3", *, keep: Iterable[str] = KEEP) -> HeldActivations:
-    """Hold what norms, activations, gated MLPs and linear layers save for the backward pass in eight bits, in place.
+    """Hold what norms, activations, gated MLPs and linear layers save for the backward pass in eight bits.
 
-    A byte and a 32nd for each element, in place of two or four. The output of the model does not change, gradients
-    have the noise of the codes. Parameters and their names stay. Call it after layers are swapped, by `swap_linears`
-    or a recipe, and before ``fully_shard`` and ``torch.compile``.
+    That is a byte and a 32nd for each element, in place of two or four. The output of the model does not change,
+    gradients have the noise of the codes. The model is changed in place; parameters and their names stay. Call it
+    after layers are swapped, by `swap_linears` or a recipe, and before ``fully_shard`` and ``torch.compile``.
 
     A block that is checkpointed saves its input only, as before; compiled, it would round for nothing: hold
     activations instead of checkpointing, or in the blocks that are not checkpointed.
@@ -321,7 +324,13 @@ class _Pack(_Watch):
         return _Held(found, x.shape)
 
     def _is_activation(self, x: Tensor) -> bool:
-        if type(x) is not Tensor or x.dtype not in _WIDE or x.dim() < 2 or x.shape[-1] < _LEAST or x.stride(-1) != 1:
+        if (
+            type(x) is not Tensor
+            or x.dtype not in _WIDE
+            or x.dim() < 2
+            or x.shape[-1] < _LEAST
+            or x.stride(-1) != 1
+        ):
             return False
         storage = x.untyped_storage()
         if storage.nbytes() < x.numel() * x.element_size():  # expanded

@@ -28,9 +28,8 @@ def _dequantize(
     KIND: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
     ROW: tl.constexpr, COLUMN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One tile a program; scales a row, a column, or one for all, or with BLOCK, as wide as a tile, a block of a row.
-
-    Scales of blocks are `step` apart from row to row and `along` from block to block.
+    """One tile a program; scales a row, a column, or one for all. With BLOCK a tile is as wide as a block of a row,
+    whose scales are `step` apart from row to row and `along` from block to block.
     """
     # Rows of tiles go along the first side of the grid, which takes 2^31.
     row = tl.program_id(0) * HEIGHT
