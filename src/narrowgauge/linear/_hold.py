@@ -28,7 +28,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal, SupportsIndex
+from typing import Any, ClassVar, Literal, SupportsIndex, cast
 
 import torch
 from torch import Tensor, nn
@@ -261,7 +261,7 @@ def _reduce(module: Any, protocol: SupportsIndex) -> Any:
 
 
 def _empty(kind: Any, planned: bool, format: Format, how: _How) -> nn.Module:
-    made = _holding_class(planned_class(kind) if planned else kind, format, how)
+    made = _holding_class(cast(Any, planned_class(kind) if planned else kind), format, how)
     return made.__new__(made)
 
 
@@ -351,9 +351,11 @@ def _unpack(saved: Tensor | _Held) -> Tensor:
 
 
 def _compiled_gated(module: Any, parts: _Gated, format: Format, x: Tensor) -> Tensor:
-    gate, up, activation, down = (getattr(module, name, None) for name in parts)
-    act: Any = torch.nn.functional.silu if activation is None else activation
-    return _by_rounded(lambda a, b: type(down).forward(down, act(a) * b), format, gate(x), up(x))
+    gate, up, act, down = parts
+    activate = torch.nn.functional.silu if act == "F" else getattr(module, act)
+    layer: Any = getattr(module, down)
+    last = partial(type(layer).forward, layer)
+    return _by_rounded(lambda a, b: last(activate(a) * b), format, getattr(module, gate)(x), getattr(module, up)(x))
 
 
 def _by_rounded(run: Callable[..., Tensor], format: Format, *inputs: Tensor) -> Tensor:
@@ -391,13 +393,21 @@ class _Instead(torch.autograd.Function):
 
 
 def _rounded(x: Tensor, format: Format) -> Tensor:
-    """`quantize(x, "row128", format)`, dequantized, in operations that a compiler fuses."""
+    """`quantize(x, "row128", format)`, dequantized, in operations that a compiler fuses.
+
+    The compiler weighs what to save by bytes, twice for what would be written for that alone. So there is nothing
+    here that is written anyway, as a padded copy would be, and the codes are the smallest.
+    """
     target, columns = FORMATS[format], x.shape[-1]
-    blocks = torch.nn.functional.pad(x, (0, -columns % BLOCK)).unflatten(-1, (-1, BLOCK)).to(torch.float32)
+    if columns > BLOCK and columns % BLOCK:
+        whole = columns - columns % BLOCK
+        return torch.cat((_rounded(x[..., :whole], format), _rounded(x[..., whole:], format)), -1)
+    blocks = x.reshape(*x.shape[:-1], -1, min(columns, BLOCK)).to(torch.float32)
     absmax = blocks.abs().amax(-1, keepdim=True)
     usable = absmax >= SMALLEST_ABSMAX
     inverse = torch.where(usable, target.largest / absmax, 0.0)
     scaled = (blocks * inverse).clamp(-target.largest, target.largest)
     codes = (scaled.round() if target.floats is None else scaled).to(target.dtype)
-    rounded = codes.to(torch.float32) * torch.where(usable, absmax / target.largest, 0.0)
-    return rounded.flatten(-2)[..., :columns].to(x.dtype)
+    scale = torch.where(usable, absmax / target.largest, 0.0)
+    rounded: Tensor = (codes.to(torch.float32) * scale).to(x.dtype)
+    return rounded.reshape(x.shape)
