@@ -159,7 +159,7 @@ def hold_activations(model: nn.Module, format: Format = "e4m3", *, keep: Iterabl
         if "forward" not in vars(parent) and not isinstance(parent, _Holding):
             became.setdefault(parent, "watched")
     for module, how in became.items():
-        was = type(module)
+        was: Any = type(module)
         module.__class__ = _holding_class(was, format, how)
         report._undo.append((module, was, type(module)))
     return report
