@@ -39,7 +39,7 @@ from narrowgauge._torch_private import packs
 from narrowgauge.linear._matmuls import make_schedule
 from narrowgauge.linear._module import LowPrecisionConv1D, PlannedModule, planned_class
 from narrowgauge.linear._ops import operations
-from narrowgauge.linear._quantize import BLOCK, FORMATS, SMALLEST_ABSMAX, Format
+from narrowgauge.linear._quantize import BLOCK, FORMATS, Format
 from narrowgauge.linear._swap import KEEP, matches
 
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
@@ -398,16 +398,18 @@ def _rounded(x: Tensor, format: Format) -> Tensor:
     The compiler weighs what to save by bytes, twice for what would be written for that alone. So there is nothing
     here that is written anyway, as a padded copy would be, and the codes are the smallest.
     """
-    target, columns = FORMATS[format], x.shape[-1]
+    columns, dtype = x.shape[-1], FORMATS[format].dtype
     if columns > BLOCK and columns % BLOCK:
         whole = columns - columns % BLOCK
         return torch.cat((_rounded(x[..., :whole], format), _rounded(x[..., whole:], format)), -1)
     blocks = x.reshape(*x.shape[:-1], -1, min(columns, BLOCK)).to(torch.float32)
     absmax = blocks.abs().amax(-1, keepdim=True)
-    usable = absmax >= SMALLEST_ABSMAX
-    inverse = torch.where(usable, target.largest / absmax, 0.0)
-    scaled = (blocks * inverse).clamp(-target.largest, target.largest)
-    codes = (scaled.round() if target.floats is None else scaled).to(target.dtype)
-    scale = torch.where(usable, absmax / target.largest, 0.0)
+    # Literals, and what torch knows: with dynamic shapes a compiler takes other floats for variables.
+    largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    usable = absmax >= 2.0**-110  # SMALLEST_ABSMAX
+    inverse = torch.where(usable, largest / absmax, 0.0)
+    scaled = (blocks * inverse).clamp(-largest, largest)
+    codes = (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
+    scale = torch.where(usable, absmax / largest, 0.0)
     rounded: Tensor = (codes.to(torch.float32) * scale).to(x.dtype)
     return rounded.reshape(x.shape)
