@@ -201,6 +201,19 @@ def test_gradients_are_those_at_what_codes_stand_for(
                     mlp.gate_proj.weight.grad) > (60 if compiled else 28)  # fmt: skip
 
 
+def test_the_noise_of_the_formats_is_that_of_the_page() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(512, 1024)
+
+    def found(x: Tensor, form: Any) -> int:
+        rest = torch.arange(1024) % 128 != 0
+        return round(decibels(x[:, rest], quantize(x, "row128", form).dequantize()[:, rest]))
+
+    assert [found(x, form) for form in ("e4m3", "int8")] == [32, 44]
+    x[:, ::128] *= 50
+    assert [found(x, form) for form in ("e4m3", "int8")] == [32, 19]
+
+
 def test_what_several_save_is_held_once_and_let_go() -> None:
     q, k = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     both = nn.ModuleList([q, k])
