@@ -18,14 +18,15 @@ from typing import Any
 
 from _machine_code import compile_kernel, registers, sass
 
-from narrowgauge.kernels._linear import _configs, _multiply, _rows, _tiles
+from narrowgauge.kernels._linear import _blocks, _configs, _multiply, _rows, _tiles
 from narrowgauge.kernels._linear._configs import MatmulConfig, MatmulShape
 from narrowgauge.kernels._linear._encode import LARGEST
 
 _SHARED = 227 * 1024
-# Left and right operand, accumulation.
-_OPERANDS = (("i8", "i8", "full"), ("fp8e4nv", "fp8e4nv", "fast"), ("fp8e5", "fp8e4nv", "fast"),
-             ("fp8e4nv", "fp8e4nv", "full"))  # fmt: skip
+# Left and right operand, accumulation; with scales of blocks how many columns share one.
+_OPERANDS = (("i8", "i8", "full", 0), ("fp8e4nv", "fp8e4nv", "fast", 0), ("fp8e5", "fp8e4nv", "fast", 0),
+             ("fp8e4nv", "fp8e4nv", "full", 0), ("fp8e4nv", "fp8e4nv", "blocks", 128),
+             ("fp8e4nv", "fp8e4nv", "blocks", 1), ("i8", "i8", "blocks", 128))  # fmt: skip
 _COLUMNS = (768, 1280, 5120, 4096, 8192, 16384)
 
 
@@ -35,26 +36,39 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **op
     return compile_kernel(kernel, types, constants, aligned, enable_fp_fusion=False, **options)
 
 
-def multiply_of(config: MatmulConfig, left: str, right: str, accumulation: str, even: bool) -> Any:
-    """The kernel of a config, bf16 out, a scale a row times a scale for the tensor, with bias."""
-    kernel = _multiply._by_pointers if config.kernel == "pointers" else _multiply._by_descriptors
+def multiply_of(config: MatmulConfig, left: str, right: str, accumulation: str, shared: int, even: bool) -> Any:
+    """The kernel of a config, bf16 out, with bias: a scale a row times one for the tensor, or blocks by blocks or
+    tiles.
+    """
+    blocks = accumulation == "blocks"
+    kernel = _multiply._by_pointers
+    if config.kernel == "descriptors":
+        kernel = _multiply._blocks_by_descriptors if blocks else _multiply._by_descriptors
     types = {"left": f"*{left}", "right": f"*{right}", "result": "*i16"}
     if config.kernel == "descriptors":
-        wide = config.columns // (2 if config.halves else 1)
+        part = config.columns // (2 if config.halves else 1)
         types = {
             "left": f"tensordesc<{left}[{config.rows},{config.inner}]>",
-            "right": f"tensordesc<{right}[{config.columns},{config.inner}]>",
-            "result": f"tensordesc<i16[{config.rows},{wide}]>",
+            "right": f"tensordesc<{right}[{part if blocks else config.columns},{config.inner}]>",
+            "result": f"tensordesc<i16[{config.rows},{part}]>",
         }
     types |= {"left_scale": "*fp32", "right_scale": "*fp32", "bias": "*bf16"}
-    types |= dict.fromkeys(("rows", "columns", "inner"), "i32")
-    constants = {
-        "KIND": "bf16", "INTEGER": left == "i8", "LEFT": True, "RIGHT": False, "BIAS": True, "ROWS": config.rows,
+    # Between scales along rows, or of tiles along K, there is a step of 1.
+    steps = ["left_along", "right_along" if shared == 1 else "right_step"] if blocks else []
+    types |= dict.fromkeys(("rows", "columns", "inner", *steps), "i32")
+    constants: dict[str, Any] = dict.fromkeys(("left_step", "left_along", "right_step", "right_along"), 1)
+    constants |= {
+        "KIND": "bf16", "INTEGER": left == "i8", "LEFT": 1 if blocks else True,
+        "RIGHT": shared if blocks else False, "BIAS": True, "BLOCKS": blocks, "ROWS": config.rows,
         "COLUMNS": config.columns, "INNER": config.inner, "GROUP": config.group,
         "IMPRECISE": config.inner if accumulation == "full" else None, "TALL": even, "WIDE": even, "DEEP": even,
         "HALVES": config.halves, "PROGRAMS": 132 * config.resident,
     }  # fmt: skip
-    return compiled(kernel, types, constants, num_warps=config.warps, num_stages=config.stages)
+    types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    if kernel is _multiply._blocks_by_descriptors:
+        options["maxnreg"] = config.registers
+    return compiled(kernel, types, constants, **options)
 
 
 def multiplies() -> Iterator[tuple[str, Any, MatmulConfig]]:
@@ -63,14 +77,15 @@ def multiplies() -> Iterator[tuple[str, Any, MatmulConfig]]:
     for config in configs:
         if config.kernel == "cublas":
             continue
-        for left, right, accumulation in _OPERANDS:
+        for left, right, accumulation, shared in _OPERANDS:
             form = "int8" if left == "i8" else "float8"
             kind = MatmulShape(form, "vector", "tensor", "bfloat16", accumulation, 1, 1, 1)
             if not _configs.fits(config, kind, False, True):
                 continue
             for even in (True, False):
-                name = f"{config} {left} x {right} {accumulation}{'' if even else ', ends within tiles'}"
-                yield name, multiply_of(config, left, right, accumulation, even), config
+                how = f"{accumulation}{f' of {shared}' if shared else ''}{'' if even else ', ends within tiles'}"
+                made = multiply_of(config, left, right, accumulation, shared, even)
+                yield f"{config} {left} x {right} {how}", made, config
 
 
 def quantizers() -> Iterator[tuple[str, Any, float]]:
@@ -79,7 +94,8 @@ def quantizers() -> Iterator[tuple[str, Any, float]]:
     for form in LARGEST:
         byte = "*i8" if form == "int8" else "*u8"
         pointers = {"x": "*bf16", "codes": byte, "transposed": byte, "scale": "*fp32", "sums": "*fp32",
-                    "maxima": "*i32", "tensor": "*i32", "column": "*i32", "own": "*fp32"}  # fmt: skip
+                    "turned_scale": "*fp32", "maxima": "*i32", "tensor": "*i32", "column": "*i32",
+                    "own": "*fp32"}  # fmt: skip
         common = {"FORMAT": form, "LARGEST": LARGEST[form], "TALL": True, "WIDE": True}
 
         def quantizer(kernel: Any, constants: dict[str, Any], warps: int, of: Any = (common, pointers)) -> Any:
@@ -110,6 +126,14 @@ def quantizers() -> Iterator[tuple[str, Any, float]]:
         for tensor in (True, False):
             made = quantizer(_tiles._quantize_tiles, constants | {"TENSOR": tensor}, _tiles._WARPS)
             yield f"{'tensor' if tensor else 'columns'} {form}, both", made, _tiles.SIDE**2 / (32 * _tiles._WARPS)
+        for tiles, sums in ((False, False), (False, True), (True, False)):
+            constants = {
+                "SIDE": _tiles.SIDE, "EVEN": True, "LONG": False, "ROW": not tiles, "COLUMN": not tiles,
+                "STRAIGHT_TILE": tiles, "TURNED_TILE": tiles, "SUMS": sums,
+            }  # fmt: skip
+            made = quantizer(_blocks._quantize_blocks, constants, _blocks._WARPS)
+            name = f"{'tiles' if tiles else 'blocks'} {form}, both{' + sums' if sums else ''}"
+            yield name, made, _tiles.SIDE**2 / (32 * _blocks._WARPS)
 
 
 def main() -> int:

@@ -19,7 +19,7 @@ from narrowgauge.kernels._linear._autotune import multiply_codes
 from narrowgauge.kernels._linear._configs import CUBLAS, MatmulConfig, MatmulShape
 from narrowgauge.kernels._linear._multiply import fits_descriptors
 from narrowgauge.linear import quantize
-from narrowgauge.linear._quantize import ScaledCodes
+from narrowgauge.linear._quantize import ScaledCodes, spread
 from narrowgauge.linear._reference import scaled_matmul
 from pairwise import cases
 
@@ -63,29 +63,59 @@ def test_a_product_is_the_specifications(
     shape: tuple[int, int, int], config: MatmulConfig, forms: tuple, scalings: tuple, device: str
 ) -> None:
     one, other = operands(*shape, forms, scalings, device)
-    for dtype, biased, full in (
-        (torch.bfloat16, True, False), (torch.float16, False, True), (torch.float32, True, True),
+    for dtype, biased, how in (
+        (torch.bfloat16, True, "fast"), (torch.float16, False, "full"), (torch.float32, True, "full"),
     ):  # fmt: skip
         if config.kernel == "descriptors" and not fits_descriptors(one.codes, other.codes, dtype):
             continue
         bias = torch.randn(shape[2], device=device).to(dtype) if biased else None
-        got = multiply_codes(one.codes, other.codes, one.scale, other.scale.t(), bias, dtype, full, config)
+        got = multiply_codes(one.codes, other.codes, one.scale, other.scale.t(), bias, dtype, how, config)
         assert (got.shape, got.dtype) == ((shape[0], shape[2]), dtype)
         assert right(got, one, other, bias, fast=device == "cuda")
+
+
+BLOCK_WAYS = (
+    MatmulConfig("pointers", 32, 32, 128, group=2),
+    MatmulConfig("descriptors", 32, 32, 128),
+    MatmulConfig("descriptors", 16, 64, 128, halves=True),
+)
+BLOCK_SHAPES = ((64, 256, 48), (130, 320, 144), (33, 80, 16), (5, 200, 3), (1, 33, 1))
+BLOCK_SCALINGS = [("row128", "row128"), ("row128", "tile128"), ("tile128", "row"), ("tensor", "row128")]
+
+
+@pytest.mark.parametrize(
+    ("shape", "config", "forms", "scalings"),
+    cases(BLOCK_SHAPES, BLOCK_WAYS, FORMS.values(), BLOCK_SCALINGS),
+    ids=str,
+)
+def test_a_product_of_blocks_is_the_specifications(
+    shape: tuple[int, int, int], config: MatmulConfig, forms: tuple, scalings: tuple, device: str
+) -> None:
+    """Against float64: products of 128 by themselves, ragged or not, whatever shares a scale."""
+    one, other = operands(*shape, forms, scalings, device)
+    if config.kernel == "descriptors" and not fits_descriptors(one.codes, other.codes, torch.bfloat16):
+        config = BLOCK_WAYS[0]
+    bias = torch.randn(shape[2], device=device)
+    scales = one.scale.t().contiguous().t(), other.scale  # both orders of memory
+    got = multiply_codes(one.codes, other.codes, *scales, bias, torch.bfloat16, "blocks", config)
+    left, right = (spread(of.scale, of.codes.shape).double() * of.codes.double() for of in (one, other))
+    exact, size = left @ right.t() + bias.double(), left.abs() @ right.abs().t() + bias.double().abs()
+    unit = 2.0**-12 if device == "cuda" else 2.0**-20
+    assert bool(((got.double() - exact).abs() <= size * unit + exact.abs() * 2.0**-8).all())
 
 
 def test_the_order_of_tiles_takes_each_once(device: str) -> None:
     """13 x 7 tiles in groups of 4 rows: every element is written once, by the right program."""
     one, other = operands(16 * 13 - 3, 16, 16 * 7 - 5, ("int8", "int8"), ("row", "row"), device)
     config = MatmulConfig("pointers", 16, 16, 32, group=4)  # 32 along K is the least that tensor cores take
-    got = multiply_codes(one.codes, other.codes, one.scale, other.scale.t(), None, torch.float32, False, config)
+    got = multiply_codes(one.codes, other.codes, one.scale, other.scale.t(), None, torch.float32, "fast", config)
     assert right(got, one, other, None)
 
 
 def test_nan_scales_lose_their_rows_and_no_others(device: str) -> None:
     one, other = operands(40, 32, 24, ("int8", "int8"), ("row", "tensor"), device)
     one.scale[7] = torch.nan
-    got = multiply_codes(one.codes, other.codes, one.scale, other.scale, None, torch.bfloat16, False, WAYS[0])
+    got = multiply_codes(one.codes, other.codes, one.scale, other.scale, None, torch.bfloat16, "fast", WAYS[0])
     assert got[7].isnan().all()
     assert int(got.isnan().sum()) == 24
 
@@ -107,7 +137,7 @@ def test_cublas_has_scales_as_it_takes_them(
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled)
     scales = (one.scale.t(), other.scale.t()) if turned else (one.scale, other.scale)
-    got = multiply_codes(one.codes, other.codes, *scales, None, torch.float32, False, CUBLAS)
+    got = multiply_codes(one.codes, other.codes, *scales, None, torch.float32, "fast", CUBLAS)
     assert right(got, one, other, None)
 
 
@@ -117,7 +147,7 @@ def test_nan_codes_of_float8_lose_their_rows_and_no_others() -> None:
     x, w = torch.randn(40, 32, device=device), torch.randn(24, 32, device=device)
     x[7, 3] = torch.nan
     one, other = quantize(x, "row", "e4m3"), quantize(w, "tensor", "e4m3")
-    got = multiply_codes(one.codes, other.codes, one.scale, other.scale, None, torch.bfloat16, False, WAYS[0])
+    got = multiply_codes(one.codes, other.codes, one.scale, other.scale, None, torch.bfloat16, "fast", WAYS[0])
     assert got[7].isnan().all()
     assert int(got.isnan().sum()) == 24
 
@@ -209,26 +239,26 @@ def test_every_shipped_way_is_right(config: MatmulConfig, forms: tuple) -> None:
     for shape in ((1024, 1280, 768), (520, 336, 272)):
         for scalings in (("row", "tensor"), ("row", "row"), ("tensor", "tensor")):
             one, other = operands(*shape, forms, scalings, "cuda")
-            for full in (False, True):
+            for how in ("fast", "full"):
                 bias = torch.randn(shape[2], device="cuda").bfloat16()
                 vectors = scalings[0] == "row", scalings[1] == "row"
-                of = _autotune.shape_of(*shape, one.codes.dtype, *vectors, torch.bfloat16, full)
-                allowed = _autotune._allowed(one.codes, other.codes, bias, torch.bfloat16, of)
+                of = _autotune.shape_of(*shape, one.codes.dtype, *vectors, torch.bfloat16, how == "full")
+                allowed = _autotune._allowed(one.codes, other.codes, *vectors, bias, torch.bfloat16, of)
                 if not _configs.fits(config, of, *allowed):
                     continue
                 got = multiply_codes(
-                    one.codes, other.codes, one.scale, other.scale.t(), bias, torch.bfloat16, full, config
+                    one.codes, other.codes, one.scale, other.scale.t(), bias, torch.bfloat16, how, config
                 )
-                assert right(got, one, other, bias, fast=True), (shape, scalings, full)
+                assert right(got, one, other, bias, fast=True), (shape, scalings, how)
 
 
 @pytest.mark.gpu
 def test_autotune_finds_a_way_and_the_next_call_takes_it(cache: Path) -> None:
     one, other = operands(512, 256, 512, ("int8", "int8"), ("row", "tensor"), "cuda")
-    arguments = (one.codes, other.codes, one.scale, other.scale.t(), None, torch.bfloat16, False)
+    arguments = (one.codes, other.codes, one.scale, other.scale.t(), None, torch.bfloat16, "fast")
     of, times, failed = _autotune.tune(*arguments)
     assert times
     assert not failed, failed
-    allowed = _autotune._allowed(one.codes, other.codes, None, torch.bfloat16, of)
+    allowed = _autotune._allowed(one.codes, other.codes, True, False, None, torch.bfloat16, of)
     assert _autotune._chosen(of, one.codes.device, *allowed) == next(iter(times))
     assert right(multiply_codes(*arguments), one, other, None)

@@ -74,9 +74,12 @@ def test_products_are_those_of_quantizing_the_same_numbers_by_the_scale(
         known = weight.scale * 448 if torch.equal(x, plain) else average
         return EAGER.quantize_tensor(x, known, *settings)
 
-    def blocks(x: Tensor, scaling: str, format: str, straight: bool, transposed: bool, *settings):
-        codes, scale, total = _vectors(by_the_scale(x, scaling, format), x, *settings)
-        return codes, codes.t().contiguous(), scale, total
+    def blocks(x: Tensor, straight: str, transposed: str, format: str, *settings):
+        made = [
+            by_the_scale(x, how, format) if how else quantize(x[:0, :0], "tensor") for how in (straight, transposed)
+        ]
+        (codes, scale), (turned, turned_scale) = made
+        return codes, scale, turned.t().contiguous(), turned_scale, _vectors(made[0], x, *settings)[2]
 
     def operations(*_: Tensor):
         return EAGER._replace(

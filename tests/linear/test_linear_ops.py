@@ -53,8 +53,10 @@ def test_quantizers_and_what_codes_stand_for_are_operators(form: str, shape: tup
         given = None if average is None else torch.tensor(average, device=device)
         check(_ops.quantize_tensor, matrix, given, form, straight, transposed, transposed)
     dtypes = (torch.bfloat16, torch.float32, torch.float64)
-    for scaling, straight in (("row128", True), ("column128", False), ("tile128", True)):
-        check(_ops.quantize_blocks, x, scaling, form, straight, scaling != "row128", not straight)
+    for orders, matrix in (
+        (("row128", "column128"), x), (("tile128", "tile128"), x), (("row128", ""), x.t().contiguous().t()),
+    ):  # fmt: skip
+        check(_ops.quantize_blocks, matrix, *orders, form, orders[1] != "")
     for scaling, checked in zip(("row", "column", "tensor"), dtypes, strict=True):
         coded = quantize(x, scaling, form)
         check(_ops.dequantize, coded.codes, coded.scale, checked)
@@ -76,12 +78,15 @@ def test_the_multiply_is_an_operator(form: str, sides: tuple[int, int, int], dev
         check(_ops.multiply_codes, left.codes, right.codes, left.scale, right.scale, bias, dtype, how)
     left = quantize(torch.randn(m, 3 * k, device=device), "row128", form)
     right = quantize(torch.randn(n, 3 * k, device=device), "tile128", form).t()
-    check(_ops.multiply_codes, left.codes, right.codes, left.scale, right.scale, None, torch.bfloat16, "blocks")
+    for how in ("blocks", "simulated blocks"):
+        check(_ops.multiply_codes, left.codes, right.codes, left.scale, right.scale, None, torch.bfloat16, how)
 
 
 @by_pairs(way=["EAGER", "OPERATORS"], name=PLANS.keys(), saved=["input", "codes"])
 def test_each_matrix_is_quantized_once(way: str, name: str, saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """W and its transpose in one pass where the codes are the same; sums of columns in one that reads G anyway."""
+    """W and its transpose in one pass where the codes are the same, X or G in blocks of rows and of columns where
+    both are needed then; sums of columns in one that reads G anyway.
+    """
     calls: list[tuple[str, tuple[int, ...], bool]] = []
 
     def spy(name: str, run: Callable[..., object], x: Tensor, *args: object) -> object:
@@ -102,7 +107,7 @@ def test_each_matrix_is_quantized_once(way: str, name: str, saved: str, monkeypa
         "SWITCHBACK_Q": ["rows X", "rows W", "rows G +", "columns W"],
         "LLM_INT8": ["rows X", "rows W", "rows G +", "columns W", "columns G", "columns X"],
         "TENSORWISE_FP8": ["tensor X", "tensor W", "tensor G +"],
-        "BLOCKWISE_FP8": ["blocks X", "blocks X", "blocks W", "blocks G +", "blocks G"],
+        "BLOCKWISE_FP8": ["blocks X", "blocks W", "blocks G +"] + ["blocks X"] * (saved == "input"),
         "HIGH_PRECISION": [],
     }[name]
     letters = {(40, 16): "X", (24, 16): "W", (40, 24): "G"}
@@ -125,13 +130,13 @@ def test_the_path_says_what_runs_and_why(monkeypatch: pytest.MonkeyPatch) -> Non
     assert _ops.path("int8", cuda, "real") == "int8 real (Triton)"
     assert _ops.path("int8", cuda, "simulated") == "int8 simulated"
     assert layer.path == "e4m3 real (Triton, cuBLAS)"
-    reason = "scales of blocks have no kernels"
     layer.set_plan(ng.linear.BLOCKWISE_FP8.with_format("e4m3", "e5m2"))
-    assert layer.path == f"e4m3 simulated ({reason}), e5m2 simulated ({reason})"
+    assert layer.path == "e4m3 real (Triton, cuBLAS), e5m2 real (Triton, cuBLAS)"
     layer.set_plan(ng.linear.BLOCKWISE_FP8.simulated())
     assert layer.path == "e4m3 simulated"
-    layer.set_plan(replace(ng.linear.SWITCHBACK, output=ng.linear.BLOCKWISE_FP8.output))
-    assert layer.path == f"e4m3 simulated ({reason}), int8 real (Triton)"
+    monkeypatch.setattr(_ops, "no_kernels", lambda device, dtype: "no kernels for cpu")
+    layer = LowPrecisionLinear(16, 16, plan=ng.linear.BLOCKWISE_FP8.with_format("int8"))
+    assert layer.path == "int8 simulated"
 
 
 def test_what_gpus_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +251,7 @@ def test_tuning_times_the_multiplies_in_eight_bits(kernels: str, monkeypatch: py
         monkeypatch.setattr(_autotune, "_time", lambda run: run() is None or 1.0)
         monkeypatch.setattr(_autotune, "_name", lambda device: "the interpreter")
         monkeypatch.setattr(_autotune.torch.cuda, "device", lambda device: torch.cuda.device_of(torch.empty(0)))
-    for name, multiplies in (("SWITCHBACK", 2), ("HIGH_PRECISION", 0), ("BLOCKWISE_FP8", 0)):
+    for name, multiplies in (("SWITCHBACK", 2), ("HIGH_PRECISION", 0), ("BLOCKWISE_FP8", 3)):
         times = ng.linear.tune(32, 48, 64, PLANS[name], device=kernels)
         assert list(times) == ["output", "grad_input", "grad_weight"][:multiplies]
         assert all(len(found) >= 2 for found in times.values())

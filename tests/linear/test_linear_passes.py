@@ -70,10 +70,11 @@ def play(kernels: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return check
 
 
-# Every plan but that of blocks, which has no kernels to play; every format and bias; the full product with --slow.
+# Every plan, format and bias; the full product with --slow.
 PLAYED = [
     ("SWITCHBACK", "int8", True), ("SWITCHBACK_M", "e4m3", False), ("SWITCHBACK_Q", "int8", False),
     ("LLM_INT8", "int8", True), ("TENSORWISE_FP8", "e4m3 and e5m2", True), ("HIGH_PRECISION", "int8", True),
+    ("BLOCKWISE_FP8", "e4m3", True),
 ]  # fmt: skip
 
 
@@ -81,23 +82,19 @@ PLAYED = [
     ("name", "form", "bias"),
     [
         pytest.param(*case, marks=[] if case in PLAYED else pytest.mark.slow)
-        for case in itertools.product((name for name in PLANS if name != "BLOCKWISE_FP8"), FORMS, (True, False))
+        for case in itertools.product(PLANS, FORMS, (True, False))
     ],
 )
 def test_played_is_the_long_way(name: str, form: str, bias: bool, play: Callable[..., None]) -> None:
     play(PLANS[name].with_format(*FORMS[form]), bias=bias)
 
 
-@pytest.mark.parametrize("rows", [21, 150])
-def test_blocks_are_not_played(rows: int, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = PLANS["BLOCKWISE_FP8"]
-    for seed in range(4):
-        given = layer(kernels, rows, seed=seed)
-        assert same(numbers(plan, given), long_way(monkeypatch, lambda given=given: numbers(plan, given)))
-    assert programs() == [False, False]
-
-
-@by_pairs(name=["SWITCHBACK", "SWITCHBACK_M", "LLM_INT8"], x=[True, False], w=[True, False], b=[True, False])
+@by_pairs(
+    name=["SWITCHBACK", "SWITCHBACK_M", "LLM_INT8", "BLOCKWISE_FP8"],
+    x=[True, False],
+    w=[True, False],
+    b=[True, False],
+)
 def test_gradients_that_are_wanted(name: str, x: bool, w: bool, b: bool, play: Callable[..., None]) -> None:
     play(PLANS[name], (x, w, b))
 

@@ -272,8 +272,8 @@ class _Codes:
     """Rows in codes, and the dtype that they had."""
 
     def __init__(self, rows: Tensor, format: Format) -> None:
-        made = operations(rows).quantize_blocks(rows, "row128", format, True, False, False, rows.dtype)
-        self.codes, self.scale, self.dtype = made[0], made[2], rows.dtype
+        made = operations(rows).quantize_blocks(rows, "row128", "", format, False, rows.dtype)
+        self.codes, self.scale, self.dtype = made[0], made[1], rows.dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ weight's one scale whatever the plan's scaling, and the weight itself is saved f
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -53,6 +54,9 @@ class Schedule(NamedTuple):
     operands: dict[Multiply, tuple[Codes, Codes] | None]
     # For each operand its straight and its transposed codes, None for those that are not needed.
     orders: dict[Operand, tuple[Codes | None, Codes | None]]
+    # For an operand in blocks that a pass needs in one order, codes in other blocks of that matrix that it needs
+    # in the other: both are made at once.
+    pairs: dict[Operand, Codes]
     # The quantities saved for the backward pass, as codes or in high precision (None).
     kept: tuple[tuple[Quantity, Codes | None], ...]
     # Those that the forward pass scales tensor-wise. With averages the backward pass uses the same scales.
@@ -68,13 +72,23 @@ def make_schedule(plan: LinearPlan, wants: Wants) -> Schedule:
     wanted = {codes for _, codes in kept if codes is not None}
     in_forward = {operand for operand, _ in (*wanted, *(operands["output"] or ())) if operand.scaling == "tensor"}
     scaled = tuple(q for q in OPERANDS["output"] if any(operand.quantity == q for operand in in_forward))
-    for multiply, runs in zip(MULTIPLIES, (True, *wants[:2]), strict=True):
-        wanted.update(operands[multiply] or () if runs else ())
+    backward = {
+        codes for m, runs in zip(MULTIPLIES[1:], wants, strict=False) if runs for codes in operands[m] or ()
+    }
+    pairs = {}
+    for made in ({*wanted, *(operands["output"] or ())}, backward - wanted):
+        for one, other in itertools.permutations(
+            (codes for codes in made if codes.operand.scaling in BLOCK_SCALINGS), 2
+        ):
+            same = one.operand[::2] == other.operand[::2]  # the matrix and the format
+            if same and one.order != other.order and one.operand != other.operand:
+                pairs[one.operand] = other
+    wanted.update(operands["output"] or (), backward)
     orders = {}
     for operand, _ in wanted:
         both = Codes(operand, "straight"), Codes(operand, "transposed")
         orders[operand] = both[0] if both[0] in wanted else None, both[1] if both[1] in wanted else None
-    return Schedule(operands, orders, kept, scaled)
+    return Schedule(operands, orders, pairs, kept, scaled)
 
 
 schedule_of = functools.lru_cache(maxsize=256)(make_schedule)
@@ -215,10 +229,11 @@ class Matmuls:
         left, left_scale = self.quantized(operands[0])
         right, right_scale = self.quantized(operands[1])
         if any(codes.operand.scaling in BLOCK_SCALINGS for codes in operands):
-            # Simulated on every device. An operator, because its loop over blocks is not for compilers to unroll.
+            # An operator where it is simulated too, because its loop over blocks is not for compilers to unroll.
             left_scale = left_scale if operands[0].order == "straight" else left_scale.t()
             right_scale = right_scale if operands[1].order == "straight" else right_scale.t()
-            return self.run.product(left, right, left_scale, right_scale, bias, self.dtype, "blocks")
+            how = "blocks" if self.plan.arithmetic == "real" else "simulated blocks"
+            return self.run.product(left, right, left_scale, right_scale, bias, self.dtype, how)
         if self.plan.arithmetic == "simulated":
             return eager_product(left, right, left_scale, right_scale, bias, self.dtype, "full", "simulated")
         return self.run.product(left, right, left_scale, right_scale, bias, self.dtype, self.plan.accumulation)
@@ -236,6 +251,7 @@ class Matmuls:
         # Float64 columns are summed in float64.
         sums = quantity == "grad_output" and self.wants[2] and self.sums is None and matrix.dtype != torch.float64
         total: Tensor | None
+        turned_scale: Tensor | None = None
         if scaling == "tensor":
             average = self._average(quantity)
             codes, turned, scale, own, total = self.run.quantize_tensor(
@@ -245,8 +261,11 @@ class Matmuls:
                 own = own.reshape(())
                 self.absmax[quantity] = torch.stack([own, torch.where(average > 0, average, own)])
         elif scaling in BLOCK_SCALINGS:
-            codes, turned, scale, total = self.run.quantize_blocks(
-                matrix, scaling, format, straight is not None, transposed is not None, sums, self.dtype
+            pair = self.schedule.pairs.get(operand)
+            straight, transposed = (straight or pair, transposed) if transposed else (straight, transposed or pair)
+            orders = ("" if wanted is None else wanted.operand.scaling for wanted in (straight, transposed))
+            codes, scale, turned, turned_scale, total = self.run.quantize_blocks(
+                matrix, *orders, format, sums, self.dtype
             )
         else:
             quantize = self.run.quantize_rows if scaling == "row" else self.run.quantize_columns
@@ -255,7 +274,7 @@ class Matmuls:
         if straight is not None:
             self.codes[straight] = codes, scale
         if transposed is not None:
-            self.codes[transposed] = turned, scale
+            self.codes[transposed] = turned, scale if turned_scale is None else turned_scale
         if sums:
             self.sums = total
 

@@ -1,13 +1,14 @@
 """The heavy operations of a linear layer: eager torch, kernels, and operators of torch for compilers.
 
 They quantize a matrix by rows, by columns, as a whole or in blocks, dequantize it, and multiply two in codes. On
-CUDA they are Triton kernels where Triton runs; elsewhere, and for most scales of blocks, eager torch, which is the
-specification. The kernels match its codes and scales bit for bit, its products of int8 too, and those of float8 up
-to the order and width of sums.
+CUDA they are Triton kernels where Triton runs, elsewhere eager torch, which is the specification. The kernels match
+its codes and scales bit for bit, its products of int8 too but with scales of blocks, and those of float8 up to the
+order and width of sums.
 
 Codes are in the memory order that a multiply reads: *straight*, (rows, columns), or *transposed*, (columns, rows),
-both contiguous. An order that was not requested is an empty tensor. Column sums are float32: the bias gradient
-needs them, and they cost nothing where G is read anyway.
+both contiguous. An order that was not requested is an empty tensor. Scales of blocks lie as a multiply reads them
+beside these codes (`_block_scales`). Column sums are float32: the bias gradient needs them, and they cost nothing
+where G is read anyway.
 
 Each is an operator too (`narrowgauge::quantize_rows`, `quantize_columns`, `quantize_tensor`, `quantize_blocks`,
 `dequantize`, `multiply_codes`), so that `torch.compile` does not trace into it. An operator serves a compiler, a
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -45,8 +46,8 @@ from narrowgauge.linear._reference import LONGEST_INT32_SUM, blocked_matmul, is_
 Vectors = tuple[Tensor, Tensor, Tensor | None]
 # Straight codes, transposed ones, the scale, the matrix's own absmax, and sums of columns if requested.
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
-# The same without the matrix's own absmax.
-Blocks = tuple[Tensor, Tensor, Tensor, Tensor | None]
+# Straight codes and their scales, transposed ones and theirs, and sums of columns if requested.
+Blocks = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 _LIBRARY: Any = torch.library.Library("narrowgauge", "FRAGMENT")  # type: ignore[no-untyped-call]
 _FLOAT8 = (8, 9)  # the compute capability from which tensor cores take it
 _INT8 = (8, 0)
@@ -68,12 +69,10 @@ def path(format: Format, device: torch.device, arithmetic: str, blocks: bool = F
     dtype = FORMATS[format].dtype
     if arithmetic == "simulated":
         return f"{format} simulated"
-    if blocks:
-        return f"{format} simulated (scales of blocks have no kernels)"
     why = no_kernels(device, dtype)
     if why is None:
         return f"{format} real ({_triton.name()}{'' if dtype == torch.int8 else ', cuBLAS'})"
-    real = "real" if is_real(dtype, device.type) else "simulated"
+    real = "real" if is_real(dtype, device.type) and not blocks else "simulated"
     return f"{format} {real}" + (f" ({why})" if device.type == "cuda" else "")
 
 
@@ -210,32 +209,67 @@ def _fake_tensor(
 # Blocks
 
 
+# The scaling of a matrix's transpose.
+_TURNED = {"": "", "row128": "column128", "column128": "row128", "tile128": "tile128"}
+
+
+def _block_scales(x: Tensor, scaling: str, transposed: bool) -> Tensor:
+    """Scales of a matrix, to be written, in the memory that a multiply reads beside straight or transposed codes:
+    those of a block along the sum one after the other; of tiles those along the sum, in rows of 16 bytes.
+    """
+    if not scaling:
+        return _floats(x, 0, 0)
+    high, wide = scale_shape(cast(Scaling, scaling), *x.shape)
+    if scaling == "tile128":
+        along, across = (high, wide) if transposed else (wide, high)
+        made = _floats(x, across, -(-along // 4) * 4)[:, :along]
+        return made.t() if transposed else made
+    return _floats(x, high, wide) if transposed else _floats(x, wide, high).t()
+
+
 def _eager_blocks(
-    x: Tensor, scaling: Scaling, format: Format, straight: bool, transposed: bool, sums: bool,
-    dtype: torch.dtype = torch.float32,
-) -> Blocks:  # fmt: skip
-    codes, scale = quantize(x, scaling, format)
-    none = codes.new_empty((0, 0))
-    turned = _transposed(codes) if transposed else none
-    return codes.contiguous() if straight else none.clone(), turned, scale, _sums(x, sums, dtype)
+    x: Tensor, straight: str, transposed: str, format: Format, sums: bool, dtype: torch.dtype = torch.float32
+) -> Blocks:
+    """Straight codes by ``"row128"`` or ``"tile128"``, transposed ones by ``"column128"`` or ``"tile128"``; of an
+    order that is not requested, ``""``, codes and scales are empty.
+    """
+    codes, turned = _both_codes(x, format, False, False)
+    scale, turned_scale = _block_scales(x, straight, False), _block_scales(x, transposed, True)
+    if straight:
+        made = quantize(x, cast(Scaling, straight), format)
+        codes = made.codes.contiguous()
+        scale.copy_(made.scale)
+    if transposed:
+        made = quantize(x, cast(Scaling, transposed), format)
+        turned = _transposed(made.codes)
+        turned_scale.copy_(made.scale)
+    return codes, scale, turned, turned_scale, _sums(x, sums, dtype)
 
 
 def _cuda_blocks(
-    x: Tensor, scaling: Scaling, format: Format, straight: bool, transposed: bool, sums: bool,
-    dtype: torch.dtype = torch.float32,
-) -> Blocks:  # fmt: skip
-    if scaling != "row128" or transposed or not _kernels(x, FORMATS[format].dtype) or x.dtype == torch.float64:
-        return _eager_blocks(x, scaling, format, straight, transposed, sums, dtype)
-    codes, turned = _both_codes(x, format, straight, False)
-    scale, _, total = _modules()[4].quantize_blocks(x.contiguous(), format, scaling, "", codes, turned, sums, dtype)
-    return codes, turned, scale, total
+    x: Tensor, straight: str, transposed: str, format: Format, sums: bool, dtype: torch.dtype = torch.float32
+) -> Blocks:
+    if not _kernels(x, FORMATS[format].dtype):
+        return _eager_blocks(x, straight, transposed, format, sums, dtype)
+    if not x.is_contiguous():
+        if x.t().is_contiguous() and not sums:
+            turned, turned_scale, codes, scale, _ = _cuda_blocks(
+                x.t(), _TURNED[transposed], _TURNED[straight], format, False
+            )
+            return codes, scale.t(), turned, turned_scale.t(), None
+        x = x.contiguous()
+    codes, turned = _both_codes(x, format, bool(straight), bool(transposed))
+    scale, turned_scale = _block_scales(x, straight, False), _block_scales(x, transposed, True)
+    total = _modules()[4].quantize_blocks(
+        x, format, straight, transposed, codes, scale, turned, turned_scale, sums, dtype
+    )
+    return codes, scale, turned, turned_scale, total
 
 
-def _fake_blocks(
-    x: Tensor, scaling: Scaling, format: Format, straight: bool, transposed: bool, sums: bool
-) -> tuple[Tensor, ...]:
-    codes = _both_codes(x, format, straight, transposed)
-    return *codes, _floats(x, *scale_shape(scaling, *x.shape)), _floats(x, x.shape[1] if sums else 0)
+def _fake_blocks(x: Tensor, straight: str, transposed: str, format: str, sums: bool) -> tuple[Tensor, ...]:
+    codes, turned = _both_codes(x, format, bool(straight), bool(transposed))
+    one, other = _block_scales(x, straight, False), _block_scales(x, transposed, True)
+    return codes, one, turned, other, _floats(x, x.shape[1] if sums else 0)
 
 
 # Multiply
@@ -247,9 +281,10 @@ def eager_product(
 ) -> Tensor:  # fmt: skip
     """(M, K) codes times (N, K) codes, both contiguous, with M and N scales of any shape, or one.
 
-    If `accumulation` is ``"blocks"``, the scales are those of these (M, K) and (N, K) as `quantize` gives them.
+    If `accumulation` is ``"blocks"``, or ``"simulated blocks"`` (never by a kernel), the scales are those of these
+    (M, K) and (N, K) as `quantize` gives them.
     """
-    if accumulation == "blocks":
+    if accumulation.endswith("blocks"):
         return blocked_matmul(ScaledCodes(left, left_scale), ScaledCodes(right, right_scale).t(), bias, dtype)
     one, other = ScaledCodes(left, left_scale.reshape(-1, 1)), ScaledCodes(right.t(), right_scale.reshape(1, -1))
     return scaled_matmul(one, other, bias, dtype, arithmetic)
@@ -260,14 +295,15 @@ def cuda_product(
     dtype: torch.dtype, accumulation: str,
 ) -> Tensor:  # fmt: skip
     """The same by a kernel, if there is one."""
-    integer = left.dtype == torch.int8
-    none = accumulation == "blocks" or not (left.numel() and right.numel())
-    if none or (integer and left.shape[1] > LONGEST_INT32_SUM) or no_kernels(left.device, left.dtype) is not None:
+    blocks = accumulation == "blocks"
+    long = left.dtype == torch.int8 and left.shape[1] > LONGEST_INT32_SUM and not blocks
+    none = accumulation == "simulated blocks" or long or not (left.numel() and right.numel())
+    if none or no_kernels(left.device, left.dtype) is not None:
         return eager_product(left, right, left_scale, right_scale, bias, dtype, accumulation)
+    scales = (left_scale, right_scale) if blocks else (left_scale.contiguous(), right_scale.contiguous())
     product: Tensor = _modules()[2].multiply_codes(
-        left.contiguous(), right.contiguous(), left_scale.contiguous(), right_scale.contiguous(),
-        None if bias is None else bias.contiguous(), torch.float32 if dtype == torch.float64 else dtype,
-        accumulation == "full",
+        left.contiguous(), right.contiguous(), *scales, None if bias is None else bias.contiguous(),
+        torch.float32 if dtype == torch.float64 else dtype, accumulation,
     )  # fmt: skip
     return product if product.dtype == dtype else product.to(dtype)
 
@@ -348,8 +384,8 @@ _OPERATORS: dict[str, tuple[str, Any, Any]] = {
         "(Tensor, Tensor, Tensor, Tensor, Tensor)", _fake_tensor, _complete,
     ),
     "quantize_blocks": (
-        "quantize_blocks(Tensor x, str scaling, str format, bool straight, bool transposed, bool sums) -> "
-        "(Tensor, Tensor, Tensor, Tensor)", _fake_blocks, _complete,
+        "quantize_blocks(Tensor x, str straight, str transposed, str format, bool sums) -> "
+        "(Tensor, Tensor, Tensor, Tensor, Tensor)", _fake_blocks, _complete,
     ),
     "dequantize": (
         "dequantize(Tensor codes, Tensor scale, ScalarType dtype) -> Tensor",
@@ -395,7 +431,7 @@ def _product(
     dtype: torch.dtype, accumulation: str,
 ) -> Tensor:  # fmt: skip
     """`multiply_codes` by the operator, which takes right codes transposed, scales as a column and a row."""
-    if accumulation != "blocks":
+    if not accumulation.endswith("blocks"):
         left_scale, right_scale = left_scale.reshape(-1, 1), right_scale.reshape(-1, 1)
     product: Tensor = multiply_codes(left, right.t(), left_scale, right_scale.t(), bias, dtype, accumulation)
     return product

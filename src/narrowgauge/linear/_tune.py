@@ -32,8 +32,8 @@ from narrowgauge._version import __version__
 from narrowgauge.kernels import _cache
 from narrowgauge.linear._function import forget, linear
 from narrowgauge.linear._ops import no_kernels
-from narrowgauge.linear._plan import MULTIPLIES, LinearPlan
-from narrowgauge.linear._quantize import FORMATS, Format, ScaledCodes, Scaling, quantize
+from narrowgauge.linear._plan import MULTIPLIES, LinearPlan, Operand
+from narrowgauge.linear._quantize import FORMATS, ScaledCodes, Scaling, quantize
 
 Order = Literal["out, in", "in, out"]
 _ROUNDS, _MOST_ROUNDS = 5, 100
@@ -58,8 +58,8 @@ def tune(
         device: a CUDA device.
 
     Returns:
-        For each multiply in eight bits, milliseconds by kernel, the fastest first. What is simulated, as multiplies
-        with scales of blocks are, has no kernels and is left out.
+        For each multiply in eight bits, milliseconds by kernel, the fastest first. What is simulated has no kernels
+        and is left out.
 
     Raises:
         ValueError: for sizes below 1, a `plan` that is no `LinearPlan`, or a dtype that kernels do not write.
@@ -82,27 +82,32 @@ def tune(
     times: dict[str, dict[str, float]] = {}
     for multiply in MULTIPLIES:
         operands = plan.operands(multiply)
-        if operands is None or plan.arithmetic == "simulated" or getattr(plan, multiply).blocks:
+        if operands is None or plan.arithmetic == "simulated":
             continue
         from narrowgauge.kernels._linear._autotune import tune as tune_multiply
 
         rows, columns, inner = sides[multiply]
-        left = _codes(rows, inner, operands[0].scaling, operands[0].format, where)
-        right = _codes(columns, inner, operands[1].scaling, operands[1].format, where)
+        blocks = getattr(plan, multiply).blocks
+        left, left_scale = _codes(rows, inner, operands[0], where, blocks)
+        right, right_scale = _codes(columns, inner, operands[1], where, blocks)
         added = torch.randn(columns, dtype=dtype, device=where) if bias and multiply == "output" else None
         _, found, _ = tune_multiply(
-            left.codes, right.codes, left.scale, right.scale.t().contiguous(), added, dtype,
-            plan.accumulation == "full",
+            left, right, left_scale, right_scale if blocks else right_scale.t().contiguous(), added, dtype,
+            "blocks" if blocks else plan.accumulation,
         )  # fmt: skip
         times[multiply] = {str(config): ms for config, ms in found.items()}
     forget()
     return times
 
 
-def _codes(rows: int, inner: int, scaling: Scaling, format: Format, device: torch.device) -> ScaledCodes:
-    """Codes of normal data; a scale a row, as a column scale is a row scale of the transposed operand."""
-    x = torch.randn(rows, inner, device=device)
-    return quantize(x, "tensor" if scaling == "tensor" else "row", format)
+def _codes(rows: int, inner: int, operand: Operand, device: torch.device, blocks: bool) -> ScaledCodes:
+    """Codes of normal data, their scales as a multiply takes them; those of a row, as a column scale is a row scale
+    of the transposed operand, and blocks of columns are blocks of its rows.
+    """
+    x, scaling = torch.randn(rows, inner, device=device), operand.scaling
+    along: Scaling = scaling if scaling in ("tensor", "tile128") else "row128" if "128" in scaling else "row"
+    codes, scale = quantize(x, along, operand.format)
+    return ScaledCodes(codes, scale.t().contiguous().t() if along == "row128" else scale)
 
 
 @dataclass(frozen=True)

@@ -145,8 +145,8 @@ class MemoryPlan:
     def record(self) -> dict[str, Any]:
         """The plan as plain values, for JSON."""
         names = (
-            "model", "parameters", "recipe", "linear", "hold_activations", "example", "batch", "sequence", "checkpointing",
-            "accumulate", "gpus", "parallel", "offload", "saved", "where", "peak", "device_memory", "fits",
+            "model", "parameters", "recipe", "linear", "hold_activations", "example", "batch", "sequence",
+            "checkpointing", "accumulate", "gpus", "parallel", "offload", "saved", "where", "peak", "device_memory", "fits",
         )  # fmt: skip
         parts = {"held": dict(self.held), "host": dict(self.host), "at_peak": dict(self.at_peak)}
         return {name: getattr(self, name) for name in names} | parts
@@ -196,7 +196,8 @@ def plan_memory(
         sequence: tokens a sequence or a caption; as many as there are positions, 1024 at most, if None.
         device_memory: bytes of each GPU, or a text such as ``"80GB"`` (10^9) or ``"80GiB"`` (2^30).
         linear: the plan of linear layers, or its name such as ``"SWITCHBACK:e4m3"``; None leaves them.
-        hold_activations: the format that `narrowgauge.linear.hold_activations` holds activations in; None leaves them.
+        hold_activations: the format in which `narrowgauge.linear.hold_activations` holds what is saved; None leaves
+            it.
         checkpointing: whether a transformers model's blocks keep their inputs only and run again in the backward
             pass.
         gpus: how many share the training.
@@ -223,8 +224,8 @@ def plan_memory(
     plans = [
         _plan_one(
             model, one, batch=batch, sequence=sequence, device_memory=device_memory, linear=plan,
-            hold_activations=hold_activations, checkpointing=checkpointing, gpus=gpus, parallel=parallel, accumulate=accumulate, offload=offload,
-            loss=loss, **optimizer_arguments,
+            hold_activations=hold_activations, checkpointing=checkpointing, gpus=gpus, parallel=parallel,
+            accumulate=accumulate, offload=offload, loss=loss, **optimizer_arguments,
         )
         for one in found
     ]  # fmt: skip
@@ -301,7 +302,8 @@ def _plan_one(
     at_peak, saved, where = planner.at(batch, tokens or 0)
     return MemoryPlan(
         model=type(model).__name__, parameters=traced.parameters, linear=None if linear is None else linear.title,
-        hold_activations=hold_activations, example=step.example, batch=batch, sequence=tokens, checkpointing=checkpointing, accumulate=accumulate,
+        hold_activations=hold_activations, example=step.example, batch=batch, sequence=tokens,
+        checkpointing=checkpointing, accumulate=accumulate,
         held=planner.held, host=planner.host, saved=saved, at_peak=at_peak, where=where, _planner=planner, **common,
     )  # fmt: skip
 

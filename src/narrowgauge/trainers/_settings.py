@@ -195,8 +195,8 @@ class TrainSettings:
             )
         if self.hold_activations != "none" and self.gradient_checkpointing:
             raise SettingsError(
-                "--hold-activations must be none with --gradient-checkpointing, whose blocks save their inputs only, "
-                f"got {self.hold_activations!r}"
+                "--hold-activations must be none with --gradient-checkpointing, whose blocks save their inputs "
+                f"only, got {self.hold_activations!r}"
             )
         if self.offload == "gradients" and self.accumulate > 1:
             raise SettingsError(

@@ -32,6 +32,7 @@ from narrowgauge.linear import LinearPlan, LowPrecisionLinear, tune
 
 Rows = dict[str, dict[str, Any]]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+CUBLAS = "cublas"  # the way to multiply that is torch's own
 _WARM = 2  # passes after the first that are not counted
 _SHAPE = re.compile(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)")
 
@@ -55,10 +56,9 @@ _CPU_SHAPES = (Shape(1024, 256, 1024), Shape(1024, 512, 512), Shape(512, 768, 30
 
 
 BASELINE = "nn.Linear"
-# All named plans but BLOCKWISE_FP8, which is simulated on every device: its time is that of the simulation.
 _DEFAULT = (
     "SWITCHBACK:int8", "SWITCHBACK:e4m3", "SWITCHBACK_M:int8", "SWITCHBACK_M:e4m3", "SWITCHBACK_Q:int8",
-    "SWITCHBACK_Q:e4m3", "LLM_INT8:int8", "TENSORWISE_FP8:e4m3", "HIGH_PRECISION",
+    "SWITCHBACK_Q:e4m3", "LLM_INT8:int8", "TENSORWISE_FP8:e4m3", "BLOCKWISE_FP8:e4m3", "HIGH_PRECISION",
 )  # fmt: skip
 # torchao's float8 recipes, and its int8 training, by what of a layer is in eight bits.
 _TORCHAO, _RECIPES = "torchao", {
@@ -260,8 +260,9 @@ def tune_shape(shape: Shape, layers: Sequence[Layer], dtype: torch.dtype, device
     """Time every way to multiply, and keep the fastest for all later processes.
 
     Returns:
-        By layer and multiply the way taken, its milliseconds, and how many were tried; or `failed`. Plans that
-        differ only in what they keep multiply alike, and are tuned once.
+        By layer and multiply the way taken, its milliseconds, how many were tried, and the milliseconds of torch's
+        own scaled multiply where that was one of them; or `failed`. Plans that differ only in what they keep
+        multiply alike, and are tuned once.
     """
     done, found = set(), {}
     for layer in layers:
@@ -273,20 +274,28 @@ def tune_shape(shape: Shape, layers: Sequence[Layer], dtype: torch.dtype, device
         begun = time.perf_counter()
         try:
             ways = tune(*shape, plan, dtype=dtype, device=device)
-            best = {multiply: (len(times), *next(iter(times.items()))) for multiply, times in ways.items() if times}
-            row: dict[str, Any] = {
-                n: {"way": way, "ms": ms, "tried": tried} for n, (tried, way, ms) in best.items()
-            }
+            row: dict[str, Any] = {multiply: _tuned(times) for multiply, times in ways.items() if times}
             found[layer.name] = row | {"seconds": time.perf_counter() - begun}
         except Exception as error:
             found[layer.name] = {"failed": why(error)}
     return found
 
 
+def _tuned(times: Mapping[str, float]) -> dict[str, Any]:
+    way, ms = next(iter(times.items()))
+    by_torch = {"torch_ms": times[CUBLAS]} if CUBLAS in times else {}
+    return {"way": way, "ms": ms, "tried": len(times)} | by_torch
+
+
 def _ways(found: Mapping[str, Any]) -> str:
     if "failed" in found:
         return f"tuning failed: {found['failed']}"
-    return "; ".join(f"{name} {of['way']} ({of['ms']:.3f} ms)" for name, of in found.items() if name != "seconds")
+    said = []
+    for name, of in found.items():
+        if name != "seconds":
+            beside = f", torch's {of['torch_ms']:.3f}" if "torch_ms" in of else ""
+            said.append(f"{name} {of['way']} ({of['ms']:.3f} ms{beside})")
+    return "; ".join(said)
 
 
 def _columns(device: torch.device) -> dict[str, tuple[str, str]]:

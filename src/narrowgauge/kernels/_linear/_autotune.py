@@ -17,12 +17,15 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.nn.functional import ScalingType, scaled_mm
 
 from narrowgauge.kernels import _cache
 from narrowgauge.kernels._linear._configs import CANDIDATES, MatmulConfig, MatmulShape, default, fits
-from narrowgauge.kernels._linear._multiply import fits_descriptors, fits_sides, prepared
+from narrowgauge.kernels._linear._multiply import Steps, fits_descriptors, fits_sides, prepared
+from narrowgauge.kernels._linear._sizes import over
 
 _HOPPER = 9
+BLOCK = 128  # what shares a scale, along rows or along K
 _NEAR = 1.03  # timing noise: closer times count as equal
 _FILE = "multiplies.json"
 
@@ -30,60 +33,86 @@ Product = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def shape_of(
-    rows: int, inner: int, columns: int, codes: torch.dtype, one: bool, other: bool, dtype: torch.dtype, full: bool
-) -> MatmulShape:
-    """The shape of (M, K) codes times (N, K) codes; `one` and `other` say whether their scales are vectors."""
+    rows: int, inner: int, columns: int, codes: torch.dtype, one: bool | Steps, other: bool | Steps,
+    dtype: torch.dtype, full: bool,
+) -> MatmulShape:  # fmt: skip
+    """The shape of (M, K) codes times (N, K) codes; `one` and `other` say whether their scales are vectors, or how
+    those of blocks lie.
+    """
     integer = codes == torch.int8
+    names = (_scaling(one), _scaling(other))
+    how = "blocks" if isinstance(one, tuple) else "full" if full or integer else "fast"
     return MatmulShape(
-        "int8" if integer else "float8", "vector" if one else "tensor", "vector" if other else "tensor",
-        str(dtype).removeprefix("torch."), "full" if full or integer else "fast", rows, columns, inner,
-    )  # fmt: skip
+        "int8" if integer else "float8", *names, str(dtype).removeprefix("torch."), how, rows, columns, inner
+    )
+
+
+def _scaling(lie: bool | Steps) -> str:
+    if isinstance(lie, bool):
+        return "vector" if lie else "tensor"
+    return "blocks" if lie[0] == 1 else "tiles"
+
+
+def lies(codes: Tensor, scale: Tensor, blocks: bool) -> bool | Steps:
+    """Whether the scales of (rows, K) codes are several; if they are of blocks, how they lie.
+
+    Scales of blocks are float32 of (rows, ⌈rows / 128⌉ or 1, ⌈K / 128⌉ or 1), in any strides.
+    """
+    if not blocks:
+        return scale.numel() > 1
+    (high, wide), rows = scale.shape, codes.shape[0]
+    step, along = scale.stride(0) if high > 1 else 0, scale.stride(1) if wide > 1 else 0
+    return 1 if high == rows else BLOCK, step, along
 
 
 def multiply_codes(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
-    dtype: torch.dtype, full: bool, config: MatmulConfig | None = None,
+    dtype: torch.dtype, accumulation: str, config: MatmulConfig | None = None,
 ) -> Tensor:  # fmt: skip
     """Multiply codes.
 
     Args:
         left: contiguous (M, K), K at least 1; int8 with int8, or float8 with float8 of either kind.
         right: contiguous (N, K).
-        left_scale: float32, (M, 1) contiguous or one number.
-        right_scale: float32, (1, N) contiguous or one number.
+        left_scale: float32, (M, 1) contiguous or one number; of blocks as in `lies`.
+        right_scale: float32, (1, N) contiguous or one number; of blocks as in `lies`, for (N, K).
         bias: (N,) contiguous or None.
         dtype: of the result (M, N): bfloat16, float16 or float32.
-        full: whether sums of float8 are added in float32 after every tile along K.
+        accumulation: ``"full"`` adds sums of float8 in float32 after every tile along K, ``"fast"`` does not;
+            ``"blocks"``: scales are of blocks.
         config: one that fits; the best known if None.
     """
     rows, inner = left.shape
+    blocks = accumulation == "blocks"
     product = _product(
-        rows, inner, right.shape[0], left.dtype, right.dtype, left_scale.numel() > 1, right_scale.numel() > 1,
-        None if bias is None else bias.dtype, dtype, full, left.device,
-        (left.data_ptr() | right.data_ptr()) % 16 == 0, config,
+        rows, inner, right.shape[0], left.dtype, right.dtype, lies(left, left_scale, blocks),
+        lies(right, right_scale, blocks), None if bias is None else bias.dtype, dtype, accumulation == "full",
+        left.device, (left.data_ptr() | right.data_ptr()) % 16 == 0, config,
     )  # fmt: skip
     return product(left, right, left_scale, right_scale, bias)
 
 
 @functools.lru_cache(maxsize=4096)
 def _product(
-    rows: int, inner: int, columns: int, left: torch.dtype, right: torch.dtype, one: bool, other: bool,
-    bias: torch.dtype | None, dtype: torch.dtype, full: bool, device: torch.device, aligned: bool,
-    config: MatmulConfig | None,
+    rows: int, inner: int, columns: int, left: torch.dtype, right: torch.dtype, one: bool | Steps,
+    other: bool | Steps, bias: torch.dtype | None, dtype: torch.dtype, full: bool, device: torch.device,
+    aligned: bool, config: MatmulConfig | None,
 ) -> Product:  # fmt: skip
     """The function that multiplies such operands."""
     if config is None:
         kind = shape_of(rows, inner, columns, left, one, other, dtype, full)
-        cublas = _is_hopper(device) and _cublas_takes(left, right, bias, dtype, kind)
+        cublas = _is_hopper(device) and _cublas_takes(left, right, one, other, bias, dtype, kind)
         config = _chosen(kind, device, cublas, _is_hopper(device) and aligned and fits_sides(inner, columns, dtype))
     if config.kernel == "cublas":
+        if isinstance(other, tuple):
+            return functools.partial(_blocks_by_cublas, tiles=other[0] > 1, dtype=dtype)
         return functools.partial(_by_cublas, dtype=dtype, full=full)
     return prepared(rows, columns, inner, left, right, one, other, bias, dtype, full, config, device)
 
 
 def tune(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
-    dtype: torch.dtype, full: bool,
+    dtype: torch.dtype, accumulation: str,
 ) -> tuple[MatmulShape, dict[MatmulConfig, float], dict[MatmulConfig, str]]:  # fmt: skip
     """Time every config of a multiply, with arguments as `multiply_codes` takes them, and store the fastest.
 
@@ -91,11 +120,12 @@ def tune(
         The shape; milliseconds of each config, the fastest first; the errors of the others.
     """
     rows, inner = left.shape
-    vectors = left_scale.numel() > 1, right_scale.numel() > 1
-    kind = shape_of(rows, inner, right.shape[0], left.dtype, *vectors, dtype, full)
-    allowed = _allowed(left, right, bias, dtype, kind)
+    blocks = accumulation == "blocks"
+    lie = lies(left, left_scale, blocks), lies(right, right_scale, blocks)
+    kind = shape_of(rows, inner, right.shape[0], left.dtype, *lie, dtype, accumulation == "full")
+    allowed = _allowed(left, right, *lie, bias, dtype, kind)
     known = default(kind, False, allowed[1], _is_hopper(left.device))
-    operands = (left, right, left_scale, right_scale, bias, dtype, full)
+    operands = (left, right, left_scale, right_scale, bias, dtype, accumulation)
     wanted = multiply_codes(*operands, known).to(torch.float32)
     size = wanted.abs().mean()
 
@@ -131,7 +161,7 @@ def _lightest(kind: MatmulShape, times: dict[MatmulConfig, float]) -> MatmulConf
     takes more kernels, and more of the host's time than all of ours.
     """
     best = next(iter(times))
-    if best.kernel == "cublas" and kind.left != kind.right:
+    if best.kernel == "cublas" and {kind.left, kind.right} == {"vector", "tensor"}:
         near = (config for config, ms in times.items() if config.kernel != "cublas" and ms <= _NEAR * times[best])
         return next(near, best)
     return best
@@ -150,25 +180,46 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def _allowed(
-    left: Tensor, right: Tensor, bias: Tensor | None, dtype: torch.dtype, kind: MatmulShape
-) -> tuple[bool, bool]:
+    left: Tensor, right: Tensor, one: bool | Steps, other: bool | Steps, bias: Tensor | None, dtype: torch.dtype,
+    kind: MatmulShape,
+) -> tuple[bool, bool]:  # fmt: skip
     """Whether cuBLAS, and whether the copy engine, take these operands on this device."""
     if not _is_hopper(left.device):
         return False, False
     added = None if bias is None else bias.dtype
-    return _cublas_takes(left.dtype, right.dtype, added, dtype, kind), fits_descriptors(left, right, dtype)
+    cublas = _cublas_takes(left.dtype, right.dtype, one, other, added, dtype, kind)
+    return cublas, fits_descriptors(left, right, dtype)
 
 
 def _cublas_takes(
-    left: torch.dtype, right: torch.dtype, bias: torch.dtype | None, dtype: torch.dtype, kind: MatmulShape
-) -> bool:
+    left: torch.dtype, right: torch.dtype, one: bool | Steps, other: bool | Steps, bias: torch.dtype | None,
+    dtype: torch.dtype, kind: MatmulShape,
+) -> bool:  # fmt: skip
     if kind.format != "float8" or left == right == torch.float8_e5m2:
         return False
     if kind.inner % 16 or kind.columns % 16 or torch.version.hip is not None:
         return False
+    if isinstance(one, tuple):
+        # As the quantizers leave scales of rows and, for the right operand, of tiles.
+        tiles = BLOCK, over(kind.inner, 4 * BLOCK) * 4, 1
+        lie = one == (1, 1, kind.rows) and other in ((1, 1, kind.columns), tiles)
+        whole = kind.inner % BLOCK == 0 and kind.rows % 4 == 0
+        return lie and whole and dtype == torch.bfloat16 and bias in (None, dtype)
     # With vectors of scales cuBLAS writes bfloat16 only; to bfloat16 it adds a bfloat16 bias only.
     half = dtype == torch.bfloat16 or (dtype == torch.float16 and kind.left == kind.right == "tensor")
     return half and bias in (None, dtype)
+
+
+def _blocks_by_cublas(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None,
+    tiles: bool, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    by_rows, how = ScalingType.BlockWise1x128, ScalingType.BlockWise1x128
+    if tiles:
+        # Those along K in a column, with what fills it to 16 bytes.
+        how, (count, step) = ScalingType.BlockWise128x128, (right_scale.shape[0], right_scale.stride(0))
+        right_scale = right_scale.as_strided((step, count), (1, step))
+    return scaled_mm(left, right.t(), left_scale, by_rows, right_scale, how, bias=bias, output_dtype=dtype)
 
 
 def _by_cublas(

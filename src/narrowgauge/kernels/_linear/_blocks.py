@@ -7,7 +7,8 @@ and for the gradient of the weight, which takes blocks of its columns, transpose
 those of a tile, written once and added up afterwards.
 
 Scales lie as multiplies read them, beside codes whose summed side is contiguous: those of 128 numbers of each row
-lie one after the other (⌈K / 128⌉, rows), those of tiles along the summed side (⌈rows / 128⌉, ⌈K / 128⌉).
+lie one after the other (⌈K / 128⌉, rows), those of tiles along the summed side (⌈rows / 128⌉, ⌈K / 128⌉), in rows
+of 16 bytes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,14 @@ _WARPS = 8
 
 
 @triton.jit
+def _vector_scales(largest, FORMAT: tl.constexpr, LARGEST: tl.constexpr, SIDE: tl.constexpr):
+    """What elements of each row or column are multiplied by, and what a code of 1 stands for."""
+    # The same numbers, a few of them a thread: without it each thread divides for all that its elements need.
+    found = float_of(absmax_of(tl.gather(largest, tl.arange(0, SIDE), 0), FORMAT))
+    return scales(found, found, FORMAT, LARGEST)
+
+
+@triton.jit
 def _quantize_blocks(
     x, codes, scale, transposed, turned_scale, sums, rows, columns,
     FORMAT: tl.constexpr, LARGEST: tl.constexpr, SIDE: tl.constexpr, EVEN: tl.constexpr, LONG: tl.constexpr,
@@ -39,41 +48,53 @@ def _quantize_blocks(
     row, column = place(SIDE, LONG)
     down, across = row + tl.arange(0, SIDE), column + tl.arange(0, SIDE)
     values = fetch_tile(x, row, column, rows, columns, SIDE, EVEN)
-    sizes = magnitude(values, FORMAT)
     if ROW:
-        found = float_of(absmax_of(tl.max(sizes, 1), FORMAT))
-        inverse, unit = scales(found, found, FORMAT, LARGEST)
+        inverse, unit = _vector_scales(tl.max(magnitude(values, FORMAT), 1), FORMAT, LARGEST, SIDE)
         tl.store(scale + (column // SIDE).to(tl.int64) * rows + down, unit, mask=down < rows)
         coded = encode(values, inverse[:, None], FORMAT, LARGEST, False)
         put_tile(codes, coded, row, column, rows, columns, SIDE, EVEN, False)
-    if COLUMN:
-        found = float_of(absmax_of(tl.max(sizes, 0), FORMAT))
-        inverse, unit = scales(found, found, FORMAT, LARGEST)
-        tl.store(turned_scale + (row // SIDE).to(tl.int64) * columns + across, unit, mask=across < columns)
-        coded = encode(values, inverse[None, :], FORMAT, LARGEST, False)
-        put_tile(transposed, tl.trans(coded), column, row, columns, rows, SIDE, EVEN, LONG)
     if STRAIGHT_TILE or TURNED_TILE:
-        found = float_of(absmax_of(tile_maximum(sizes), FORMAT))
+        found = float_of(absmax_of(tile_maximum(magnitude(values, FORMAT)), FORMAT))
         inverse, unit = scales(found, found, FORMAT, LARGEST)
-        coded = encode(values, inverse, FORMAT, LARGEST, False)
         if STRAIGHT_TILE:
-            tl.store(scale + (row // SIDE) * tl.cdiv(columns, SIDE) + column // SIDE, unit)
+            tl.store(scale + (row // SIDE) * (tl.cdiv(columns, 4 * SIDE) * 4) + column // SIDE, unit)
+            coded = encode(values, inverse, FORMAT, LARGEST, False)
             put_tile(codes, coded, row, column, rows, columns, SIDE, EVEN, False)
         if TURNED_TILE:
-            tl.store(turned_scale + (column // SIDE) * tl.cdiv(rows, SIDE) + row // SIDE, unit)
+            tl.store(turned_scale + (column // SIDE) * (tl.cdiv(rows, 4 * SIDE) * 4) + row // SIDE, unit)
+            values = _again(x, row, column, rows, columns, SIDE, EVEN)
+            coded = encode(values, inverse, FORMAT, LARGEST, False)
             put_tile(transposed, tl.trans(coded), column, row, columns, rows, SIDE, EVEN, LONG)
+    if COLUMN:
+        if ROW:
+            values = _again(x, row, column, rows, columns, SIDE, EVEN)
+        inverse, unit = _vector_scales(tl.max(magnitude(values, FORMAT), 0), FORMAT, LARGEST, SIDE)
+        tl.store(turned_scale + (row // SIDE).to(tl.int64) * columns + across, unit, mask=across < columns)
     if SUMS:
         total = tl.sum(values, 0)
         tl.store(sums + (row // SIDE).to(tl.int64) * columns + across, total, mask=across < columns)
+    if COLUMN:
+        values = _again(x, row, column, rows, columns, SIDE, EVEN)
+        coded = encode(values, inverse[None, :], FORMAT, LARGEST, False)
+        put_tile(transposed, tl.trans(coded), column, row, columns, rows, SIDE, EVEN, LONG)
+
+
+@triton.jit
+def _again(x, row, column, rows, columns, SIDE: tl.constexpr, EVEN: tl.constexpr):
+    """The tile once more, from the cache. What is held for both orders takes twice the registers, and numbers that
+    are encoded and nothing else are turned as they were loaded, 16 bits at a time.
+    """
+    tl.debug_barrier()  # or the compiler keeps the first read
+    return fetch_tile(x, row, column, rows, columns, SIDE, EVEN)
 
 
 _BLOCKS = CachedKernel(_quantize_blocks)
 
 
 def quantize_blocks(
-    x: Tensor, format: str, straight: str, transposed: str, codes: Tensor, turned: Tensor, sums: bool,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    x: Tensor, format: str, straight: str, transposed: str, codes: Tensor, scale: Tensor, turned: Tensor,
+    turned_scale: Tensor, sums: bool, dtype: torch.dtype = torch.float32,
+) -> Tensor | None:  # fmt: skip
     """Quantize a contiguous matrix with scales of blocks.
 
     Args:
@@ -82,36 +103,23 @@ def quantize_blocks(
         straight: ``"row128"`` or ``"tile128"``, or ``""`` where no codes are wanted in x's order.
         transposed: ``"column128"`` or ``"tile128"``, or ``""``.
         codes: contiguous, of x's shape, int8 or (for float8) float8 or uint8; written if `straight` is given.
-        turned: the same, (columns, rows); written if `transposed` is given.
+        scale: of these codes, float32, of the shape that `linear.quantize` gives it, lying as the module says.
+        turned, turned_scale: the same of the transposed codes, (columns, rows).
         sums: whether to sum the columns.
         dtype: what their sums are rounded to.
 
     Returns:
-        The scales of both orders, float32, of the shapes of `linear.quantize`, and the column sums (columns,), added
-        in float32. Scales lie as the module says: the transposed ones, and those of rows, are transposes of
-        contiguous matrices. An order without codes has scales of shape (0, 0).
+        The column sums (columns,), added in float32.
     """
     rows, columns = x.shape
-    high, wide = over(rows, SIDE), over(columns, SIDE)
-
-    def scales_of(scaling: str) -> Tensor:
-        sides = {"": (0, 0), "row128": (wide, rows), "column128": (high, columns)}
-        return x.new_empty(sides.get(scaling, (high, wide)), dtype=torch.float32)
-
-    scale = scales_of(straight)
-    turned_scale = scales_of(transposed) if transposed != "tile128" else x.new_empty((wide, high), dtype=torch.float32)
-    partial = x.new_empty((high, columns), dtype=torch.float32) if sums else None
+    partial = x.new_empty((over(rows, SIDE), columns), dtype=torch.float32) if sums else None
     tensors = (
         x, words(codes) if straight else None, scale if straight else None,
         words(turned) if transposed else None, turned_scale if transposed else None, partial,
     )  # fmt: skip
     addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     _launch(rows, columns, x.dtype, format, straight, transposed, sums)(x.get_device(), addresses, lambda: tensors)
-    return (
-        scale.t() if straight == "row128" else scale,
-        turned_scale.t() if transposed == "tile128" else turned_scale,
-        None if partial is None else add_up(partial, dtype),
-    )  # fmt: skip
+    return None if partial is None else add_up(partial, dtype)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -33,8 +33,15 @@ class MatmulConfig:
     warps: int = 8
     stages: int = 3  # how many tiles of the operands are loaded at once
     group: int = 8  # rows of tiles that are walked through together, for the cache
-    halves: bool = False  # whether a tile of the result is stored in two parts: less shared memory (descriptors)
+    # Whether a tile of the result is stored in two parts: less shared memory (descriptors). With scales of blocks
+    # it is multiplied in two parts, too: fewer registers.
+    halves: bool = False
     resident: int = 1  # how many programs a multiprocessor has at once (descriptors)
+
+    @property
+    def registers(self) -> int:
+        """The most that a thread may have for `resident` programs to share a multiprocessor."""
+        return min(255, 65536 // (32 * self.warps * self.resident))
 
     def __str__(self) -> str:
         if self.kernel == "cublas":
@@ -49,10 +56,12 @@ class MatmulShape:
     """A multiply (M, K) x (K, N): everything that decides its configuration."""
 
     format: str  # "int8", or "float8"
-    left: str  # "vector" (a scale a row of the left, a column of the right operand) or "tensor"
+    # "vector" (a scale a row of the left, a column of the right operand) or "tensor"; with scales of blocks
+    # "blocks", of 128 along the sum, or "tiles" where 128 rows or columns share one too
+    left: str
     right: str
     result: str  # torch's name of the dtype of the result, such as "bfloat16"
-    accumulation: str  # "fast" or "full"; of int8 always "full"
+    accumulation: str  # "fast" or "full", of int8 always "full"; "blocks" with scales of blocks
     rows: int
     columns: int
     inner: int
@@ -70,6 +79,8 @@ _PAIRS = MatmulConfig("descriptors", 128, 128, 128, warps=4, stages=3, halves=Tr
 # For operands that the copy engine does not take, and for too few tiles to fill a GPU with large ones.
 _MIDDLE = MatmulConfig("pointers", 128, 128, 128, warps=8, stages=3)
 _SMALL = MatmulConfig("pointers", 64, 64, 128, warps=4, stages=3)
+# With scales of blocks.
+_BLOCKS = MatmulConfig("descriptors", 64, 128, 128, warps=4, stages=3, resident=2)
 # Before Hopper, or after: tiles that fit where there is less shared memory, and kernels without its copy engine.
 _ELSEWHERE = MatmulConfig("pointers", 128, 128, 64, warps=8, stages=3)
 # Tiles that a Hopper GPU works on at once, about.
@@ -89,6 +100,7 @@ CANDIDATES: tuple[MatmulConfig, ...] = (
     MatmulConfig("pointers", 64, 128, 128, warps=4, stages=4),
     _SMALL,
     _PAIRS,
+    _BLOCKS,
     MatmulConfig("descriptors", 128, 128, 128, warps=8, stages=3, halves=True, resident=2),
     MatmulConfig("descriptors", 128, 128, 128, warps=8, stages=5, halves=True),
     MatmulConfig("descriptors", 128, 256, 128, warps=8, stages=3),
@@ -106,6 +118,11 @@ def fits(config: MatmulConfig, kind: MatmulShape, cublas: bool, descriptors: boo
         return cublas
     if config.kernel == "descriptors" and not descriptors:
         return False
+    if kind.accumulation == "blocks":
+        # A block along K is one tile's, and so are columns that share a scale. Sums beside a block's product: 64
+        # numbers of each are what a thread's registers hold.
+        small = config.rows * config.columns <= 64 * 32 * config.warps
+        return config.inner == 128 and max(config.rows, config.columns) <= 128 and small
     # Full accumulation keeps two accumulators: 64 numbers of each are what a thread's registers hold.
     full = kind.format == "float8" and kind.accumulation == "full"
     return not full or config.rows * config.columns <= 64 * 32 * config.warps
@@ -113,6 +130,10 @@ def fits(config: MatmulConfig, kind: MatmulShape, cublas: bool, descriptors: boo
 
 def default(kind: MatmulShape, cublas: bool, descriptors: bool, hopper: bool) -> MatmulConfig:
     """The config of a multiply that was not measured; the flags say what its operands, dtypes and GPU allow."""
+    if kind.accumulation == "blocks":
+        if cublas:
+            return CUBLAS
+        return _BLOCKS if descriptors and kind.rows * kind.columns >= _AT_ONCE * 64 * 128 else _SMALL
     if not hopper:
         return _ELSEWHERE
     tiles = kind.rows * kind.columns / (_PAIRS.rows * _PAIRS.columns)

@@ -69,8 +69,7 @@ def encode(x, inverse, FORMAT: tl.constexpr, LARGEST: tl.constexpr, SATURATE: tl
         return bits_of(scaled + ROUNDER).to(tl.int8)
     else:
         # Adds a zero of x's sign to what is finite, and makes NaN of the rest.
-        scaled += x * 0.0
-        return _float8(scaled, FORMAT)
+        return _float8(tl.fma(x, tl.full(x.shape, 0.0, tl.float32), scaled), FORMAT)
 
 
 @triton.jit

@@ -71,7 +71,11 @@ def _finish(
             other = tl.load(right_scale + across, mask=across < columns, other=0.0)[None, :]
     else:
         other = tl.load(right_scale)
-    result = total.to(tl.float32) * (one * other)
+    return _with_bias(total.to(tl.float32) * (one * other), across, columns, bias, BIAS, WIDE)
+
+
+@triton.jit
+def _with_bias(result, across, columns, bias, BIAS: tl.constexpr, WIDE: tl.constexpr):
     if BIAS:
         if WIDE:
             added = tl.load(bias + across)
@@ -82,11 +86,46 @@ def _finish(
 
 
 @triton.jit
+def _block_scale(scale, first, count, k, step, along, SHARE: tl.constexpr, SIZE: tl.constexpr, EVEN: tl.constexpr):
+    """Scales of SIZE rows of an operand in the k-th block along K: a vector, or the one of their tile."""
+    if SHARE > 1:
+        return tl.load(scale + (tl.minimum(first, count - 1) // SHARE * step + k * along))
+    else:
+        # What differs between threads is added last, so that it is added once for all k.
+        each = tl.arange(0, SIZE)
+        at = scale + (first * step + k * along) + each * step
+        if EVEN:
+            return tl.load(at)
+        else:
+            return tl.load(at, mask=first + each < count, other=0.0)
+
+
+@triton.jit
+def _block(a, b, INTEGER: tl.constexpr):
+    """A block's product of codes, in float32."""
+    if INTEGER:
+        return tl.dot(a, b, out_dtype=tl.int32).to(tl.float32)
+    else:
+        return tl.dot(a, b)
+
+
+@triton.jit
+def _add_block(total, product, one, other, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    """A block's product, its scales undone, added to those before."""
+    if LEFT == 1:
+        one = one[:, None]
+    if RIGHT == 1:
+        other = other[None, :]
+    return tl.fma(product, tl.broadcast_to(one * other, product.shape), total)
+
+
+@triton.jit
 def _by_pointers(
     left, right, result, left_scale, right_scale, bias, rows, columns, inner,
+    left_step, left_along, right_step, right_along,
     KIND: tl.constexpr, INTEGER: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr, IMPRECISE: tl.constexpr,
-    TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr,
+    BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr,
+    IMPRECISE: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
     tile_row, tile_column = _place(tl.program_id(0), rows, columns, ROWS, COLUMNS, GROUP)
     down = tile_row * ROWS + tl.arange(0, ROWS)
@@ -99,7 +138,7 @@ def _by_pointers(
         from_column = tl.minimum(across, columns - 1)
     left_at = left + from_row.to(tl.int64)[:, None] * inner + along[None, :]
     right_at = right + from_column.to(tl.int64)[None, :] * inner + along[:, None]
-    if INTEGER:
+    if INTEGER and not BLOCKS:
         total = tl.zeros([ROWS, COLUMNS], tl.int32)
     else:
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -111,11 +150,21 @@ def _by_pointers(
             # Codes of float8 are bits here: all zero is the number zero.
             a = tl.load(left_at, mask=here[None, :], other=0.0)
             b = tl.load(right_at, mask=here[:, None], other=0.0)
-        total = _dot(a, b, total, IMPRECISE)
+        if BLOCKS:
+            one = _block_scale(left_scale, tile_row * ROWS, rows, k, left_step, left_along, LEFT, ROWS, TALL)
+            other = _block_scale(
+                right_scale, tile_column * COLUMNS, columns, k, right_step, right_along, RIGHT, COLUMNS, WIDE
+            )
+            total = _add_block(total, _block(a, b, INTEGER), one, other, LEFT, RIGHT)
+        else:
+            total = _dot(a, b, total, IMPRECISE)
         left_at += INNER
         right_at += INNER
-    values = _finish(total, down, across, rows, columns, left_scale, right_scale, bias,
-                     LEFT, RIGHT, BIAS, TALL, WIDE)  # fmt: skip
+    if BLOCKS:
+        values = _with_bias(total, across, columns, bias, BIAS, WIDE)
+    else:
+        values = _finish(total, down, across, rows, columns, left_scale, right_scale, bias,
+                         LEFT, RIGHT, BIAS, TALL, WIDE)  # fmt: skip
     at = result + down.to(tl.int64)[:, None] * columns + across[None, :]
     if TALL and WIDE:
         tl.store(at, narrow(values, KIND))
@@ -161,7 +210,47 @@ def _by_descriptors(
             result.store([tile_row * ROWS, tile_column * COLUMNS], narrow(values, KIND))
 
 
-_POINTERS, _DESCRIPTORS = CachedKernel(_by_pointers), CachedKernel(_by_descriptors)
+@triton.jit
+def _blocks_by_descriptors(
+    left, right, result, left_scale, right_scale, bias, rows, columns, inner,
+    left_step, left_along, right_step, right_along,
+    KIND: tl.constexpr, INTEGER: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr, TALL: tl.constexpr,
+    WIDE: tl.constexpr, HALVES: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """With scales of blocks. By halves the columns of a tile are multiplied one part after the other: a product
+    waits in registers beside the sums of all.
+    """
+    PART: tl.constexpr = COLUMNS // 2 if HALVES else COLUMNS
+    tiles = tl.cdiv(rows, ROWS) * tl.cdiv(columns, COLUMNS)
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
+        tile_row, tile_column = _place(tile, rows, columns, ROWS, COLUMNS, GROUP)
+        row, column = tile_row * ROWS, tile_column * COLUMNS
+        total = tl.zeros([ROWS, PART], tl.float32)
+        if HALVES:
+            more = tl.zeros([ROWS, PART], tl.float32)
+        for k in range(tl.cdiv(inner, INNER)):
+            a = left.load([row, k * INNER])
+            one = _block_scale(left_scale, row, rows, k, left_step, left_along, LEFT, ROWS, TALL)
+            product = _block(a, right.load([column, k * INNER]).T, INTEGER)
+            # Scales of columns are many, and are loaded when the product is there: registers are few.
+            other = _block_scale(right_scale, column, columns, k, right_step, right_along, RIGHT, PART, WIDE)
+            total = _add_block(total, product, one, other, LEFT, RIGHT)
+            if HALVES:
+                product = _block(a, right.load([column + PART, k * INNER]).T, INTEGER)
+                if RIGHT == 1:
+                    other = _block_scale(
+                        right_scale, column + PART, columns, k, right_step, right_along, RIGHT, PART, WIDE
+                    )
+                more = _add_block(more, product, one, other, LEFT, RIGHT)
+        across = column + tl.arange(0, PART)
+        result.store([row, column], narrow(_with_bias(total, across, columns, bias, BIAS, WIDE), KIND))
+        if HALVES:
+            values = _with_bias(more, across + PART, columns, bias, BIAS, WIDE)
+            result.store([row, column + PART], narrow(values, KIND))
+
+
+_POINTERS, _DESCRIPTORS, _BLOCKS = map(CachedKernel, (_by_pointers, _by_descriptors, _blocks_by_descriptors))
 
 
 def fits_descriptors(left: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
@@ -216,34 +305,50 @@ class Multiply:
         return result
 
 
+# How scales of blocks lie: how many rows of an operand share one, and the steps from one to the next along the rows
+# and along K.
+Steps = tuple[int, int, int]
+
+
 @functools.lru_cache(maxsize=4096)
 def prepared(
-    rows: int, columns: int, inner: int, left: torch.dtype, right: torch.dtype, one: bool, other: bool,
-    bias: torch.dtype | None, dtype: torch.dtype, full: bool, config: MatmulConfig, device: torch.device,
+    rows: int, columns: int, inner: int, left: torch.dtype, right: torch.dtype, one: bool | Steps,
+    other: bool | Steps, bias: torch.dtype | None, dtype: torch.dtype, full: bool, config: MatmulConfig,
+    device: torch.device,
 ) -> Multiply:  # fmt: skip
     """A multiply by one of the kernels, for operands of these dtypes that are M, K and N, K.
 
-    `one` and `other` say whether there are several scales of the left, of the right operand; a bias is its dtype.
+    `one` and `other` say whether there are several scales of the left, of the right operand, or how those of blocks
+    lie, of both; a bias is its dtype.
     """
+    blocks = isinstance(one, tuple) and isinstance(other, tuple)
+    # Where there is one row or column its scale is a vector.
+    sides: Any = (one[0], other[0]) if blocks else (one or rows == 1, other or columns == 1)  # type: ignore[index]
     constants = {
-        # Where there is one row or column its scale is a vector.
-        "KIND": KINDS[dtype], "INTEGER": left == torch.int8, "LEFT": one or rows == 1,
-        "RIGHT": other or columns == 1, "BIAS": bias is not None,
-        "ROWS": config.rows, "COLUMNS": config.columns, "INNER": config.inner, "GROUP": config.group,
-        "IMPRECISE": config.inner if full else None,
+        "KIND": KINDS[dtype], "INTEGER": left == torch.int8, "LEFT": sides[0], "RIGHT": sides[1],
+        "BIAS": bias is not None, "BLOCKS": blocks, "ROWS": config.rows, "COLUMNS": config.columns,
+        "INNER": config.inner, "GROUP": config.group, "IMPRECISE": config.inner if full else None,
         "TALL": rows % config.rows == 0, "WIDE": columns % config.columns == 0,
     }  # fmt: skip
     options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": False}
     sizes, tiles = (rows, columns, inner), over(rows, config.rows) * over(columns, config.columns)
+    steps = (*one[1:], *other[1:]) if blocks else (0,) * 4  # type: ignore[index]
     if config.kernel == "pointers":
         constants["DEEP"] = inner % config.inner == 0
-        return Multiply(BoundLaunch(_POINTERS, (tiles,), sizes, constants, options), (rows, columns), dtype)
+        launch = BoundLaunch(_POINTERS, (tiles,), (*sizes, *steps), constants, options)
+        return Multiply(launch, (rows, columns), dtype)
     programs = min(tiles, config.resident * _multiprocessors(device))
     constants |= {"HALVES": config.halves, "PROGRAMS": programs}
-    wide = config.columns // (2 if config.halves else 1)
-    blocks = [config.rows, config.inner], [config.columns, config.inner], [config.rows, wide]
-    launch = BoundLaunch(_DESCRIPTORS, (programs,), sizes, constants, options)
-    return Multiply(launch, (rows, columns), dtype, blocks)
+    part = config.columns // (2 if config.halves else 1)
+    describes = [config.rows, config.inner], [part if blocks else config.columns, config.inner], [config.rows, part]
+    del constants["BLOCKS"]
+    if blocks:
+        del constants["IMPRECISE"]
+        options["maxnreg"] = config.registers
+    launch = BoundLaunch(
+        _BLOCKS if blocks else _DESCRIPTORS, (programs,), (*sizes, *steps) if blocks else sizes, constants, options
+    )
+    return Multiply(launch, (rows, columns), dtype, describes)
 
 
 @functools.lru_cache(maxsize=64)
