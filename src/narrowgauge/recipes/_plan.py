@@ -146,7 +146,8 @@ class MemoryPlan:
         """The plan as plain values, for JSON."""
         names = (
             "model", "parameters", "recipe", "linear", "hold_activations", "example", "batch", "sequence",
-            "checkpointing", "accumulate", "gpus", "parallel", "offload", "saved", "where", "peak", "device_memory", "fits",
+            "checkpointing", "accumulate", "gpus", "parallel", "offload", "saved", "where", "peak", "device_memory",
+            "fits",
         )  # fmt: skip
         parts = {"held": dict(self.held), "host": dict(self.host), "at_peak": dict(self.at_peak)}
         return {name: getattr(self, name) for name in names} | parts
