@@ -1,5 +1,5 @@
 """Small tables on pages that are about something else: planned memory beside measured, what watching costs, what
-compressed gradients take, what it costs to have states on the CPU.
+compressed gradients take, what it costs to have states on the CPU, what held activations save.
 
 Each stands between `<!-- NAME -->` and `<!-- end -->` on its page, and is empty as long as nothing was measured.
 """
@@ -135,6 +135,31 @@ def offload(results: Results) -> str:
     )
 
 
+def held(results: Results) -> str:
+    """What blocks leave between the passes, their peak and their time; shares are of the first row of a mode."""
+    (model, of), *_ = results["models"].items()
+    rows = [{"side": name.split(", "), **row} for name, row in of["rows"].items()]
+
+    def measured(key: str, unit: float, form: str) -> Callable[[Results], str | None]:
+        share = f"{key.removesuffix('_bytes')}_share"
+        return lambda row: f"{row[key] / unit:{form}} (*{row[share]:.2f}*)" if key in row else row.get("failed")
+
+    drawn = table(
+        rows,
+        ("blocks", lambda row: row["side"][0]),
+        ("linear layers", lambda row: "`nn.Linear`" if row["side"][1] == "none" else f"`{row['side'][1]}`"),
+        ("activations", lambda row: row["side"][2]),
+        ("between the passes, GB", measured("saved_bytes", 1e9, ".2f")),
+        ("at most, GB", measured("peak_bytes", 1e9, ".2f")),
+        ("both passes, ms", measured("ms", 1, ".1f")),
+        words="lllrrr",
+    )
+    return (
+        f"{drawn}\n{of['blocks']} blocks of {model}, {of['tokens']:,} tokens in bf16; above weights and gradients. "
+        f"{_origin(results | results['environment'])}"
+    )
+
+
 def _origin(results: Results) -> str:
     return f"`{results['command']}`; {results['device']}, torch {results['torch'].split('+')[0]}."
 
@@ -146,6 +171,7 @@ TABLES: dict[str, tuple[str, str, Callable[[Results], str]]] = {
     "compressed on CPUs": ("distributed.md", "compressed_cpu.json", compressed),
     "compressed on GPUs": ("distributed.md", "compressed_h200.json", compressed),
     "offload": ("distributed.md", "offload_h200.json", offload),
+    "held": ("linear.md", "hold_h100.json", held),
 }
 
 

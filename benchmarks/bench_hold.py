@@ -136,13 +136,15 @@ def main() -> None:
     parser.add_argument("--modes", default="eager,compiled")
     parser.add_argument("--format", default="e4m3", help="of held activations")
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--blocks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument(
+        "--blocks", type=int, default=8, help="more than a few: the peak has one block's own as well"
+    )
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     if args.check:
-        args.models, args.rounds = "tiny", 1
+        args.models, args.rounds, args.blocks = "tiny", 1, 2
     device = find_device(args.device)
     torch._dynamo.config.recompile_limit = 64  # all sides are one function's
     results: dict[str, Any] = {"command": command(), "environment": describe_environment(device), "models": {}}

@@ -18,6 +18,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.pytorch_utils import Conv1D
 
+import narrowgauge as ng
 from narrowgauge.linear import SWITCHBACK_M, LowPrecisionLinear, hold_activations, quantize, swap_linears
 from narrowgauge.linear._hold import _Held
 
@@ -312,6 +313,17 @@ def test_what_is_held_and_why_not() -> None:
     assert type(model["block"].mlp) is LlamaMLP
 
 
+def test_the_way_out_has_the_classes_of_torch() -> None:
+    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16()
+    swap_linears(model[2:], SWITCHBACK_M)
+    hold_activations(model)
+    optimizer = ng.optim.AdamW(model.parameters())
+    model(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    assert [*map(type, ng.to_torch(model, optimizer)[0])] == [nn.LayerNorm, nn.Linear, nn.Linear]
+    assert type(model[0]) is not nn.LayerNorm
+
+
 def test_what_cannot_be_held_is_refused() -> None:
     with pytest.raises(ValueError, match="format must be 'int8', 'e4m3' or 'e5m2', got 'fp8'"):
         hold_activations(nn.Linear(64, 64), "fp8")  # type: ignore[arg-type]
@@ -322,7 +334,7 @@ def test_what_cannot_be_held_is_refused() -> None:
     layer = nn.Linear(64, 64)
     held = hold_activations(layer)
     layer.__class__ = type("Sharded", (type(layer),), {})
-    with pytest.raises(RuntimeError, match="a Linear must have the class that it was given, got Sharded"):
+    with pytest.raises(RuntimeError, match="Sharded must be the class that holding gave"):
         held.undo()
 
 

@@ -68,7 +68,7 @@ class HeldActivations:
     format: Format
     held: dict[str, str] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
-    _undo: list[tuple[nn.Module, type[nn.Module], type[nn.Module]]] = field(default_factory=list, repr=False)
+    _modules: list[nn.Module] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
         """Let autograd save as it does.
@@ -77,15 +77,14 @@ class HeldActivations:
             RuntimeError: if a module's class has changed since, by a parametrization or `fully_shard`; then nothing
                 is undone.
         """
-        for module, _, became in self._undo:
-            if type(module) is not became:
+        for module in self._modules:
+            if not _is_held(module):
                 raise RuntimeError(
-                    f"a {became.__name__} must have the class that it was given, got {type(module).__qualname__}: "
-                    "remove first what was applied after holding"
+                    f"{type(module).__qualname__} must be the class that holding gave: remove first what was "
+                    "applied after it"
                 )
-        for module, was, _ in self._undo:
-            module.__class__ = was
-        self._undo.clear()
+        release(self._modules)
+        self._modules.clear()
 
     def __str__(self) -> str:
         lines = [
@@ -159,10 +158,21 @@ def hold_activations(model: nn.Module, format: Format = "e4m3", *, keep: Iterabl
         if "forward" not in vars(parent) and not isinstance(parent, _Holding):
             became.setdefault(parent, "watched")
     for module, how in became.items():
-        was: Any = type(module)
-        module.__class__ = _holding_class(was, format, how)
-        report._undo.append((module, was, type(module)))
+        kind: Any = type(module)
+        module.__class__ = _holding_class(kind, format, how)
+        report._modules.append(module)
     return report
+
+
+def release(modules: Iterable[nn.Module]) -> None:
+    """Let held modules save as autograd does; others are left alone."""
+    for module in modules:
+        if _is_held(module):
+            module.__class__ = vars(type(module))["_was"]
+
+
+def _is_held(module: nn.Module) -> bool:
+    return "_was" in vars(type(module))
 
 
 # Which modules
