@@ -113,10 +113,13 @@ N, KV = WIDTH, WIDTH // 2
 GROUPED = 2 * (2 * N + 2 * KV) + 16
 EXPECTED = {
     # Of a norm its input in fp32, the normalized one and the root; of the MLP both factors, silu, the product.
-    llama: (2 * (6 * N + 2 * N + 4) + GROUPED + 8 * HIDDEN, 2 * (3 * code(N) + 4) + GROUPED + 4 * code(HIDDEN)),
+    llama: (
+        2 * (6 * N + 2 * N + 4) + GROUPED + 8 * HIDDEN,
+        2 * (2 * N + 2 * code(N) + 4) + GROUPED + 4 * code(HIDDEN),
+    ),
     # q, k and v are parts of one tensor; GELU by its formula saves 4 tensors, and c_proj's input is one more.
-    gpt2: (2 * (4 * N + 4) + 8 * N + 16 + 5 * 8 * N, 2 * (2 * code(N) + 4) + 8 * N + 16 + 5 * code(4 * N)),
-    vit: (2 * (4 * N + 4) + 8 * N + 16 + 16 * N, 2 * (2 * code(N) + 4) + 8 * N + 16 + 2 * code(4 * N)),
+    gpt2: (2 * (4 * N + 4) + 8 * N + 16 + 5 * 8 * N, 2 * (2 * N + code(N) + 4) + 8 * N + 16 + 5 * code(4 * N)),
+    vit: (2 * (4 * N + 4) + 8 * N + 16 + 16 * N, 2 * (2 * N + code(N) + 4) + 8 * N + 16 + 2 * code(4 * N)),
 }
 
 
@@ -143,7 +146,7 @@ def test_what_a_block_holds_is_counted(make: Any) -> None:
     # But for single numbers, such as GELU's constants.
     assert 0 <= counted / TOKENS - EXPECTED[make][0] <= 2
     assert 0 <= fewer / TOKENS - EXPECTED[make][1] <= 2
-    assert fewer <= (0.6 if make is llama else 0.65) * counted
+    assert fewer <= (0.6 if make is llama else 0.71) * counted
     assert torch.equal(y, same)
     assert all(decibels(gradients[name], noisy[name]) > 28 for name in gradients)
     assert once(False)[0] == counted
@@ -172,34 +175,34 @@ def test_gradients_are_those_at_what_codes_stand_for(
     hold_activations(mlp, form)
     x = torch.randn(TOKENS, WIDTH)
 
-    def run(module: nn.Module) -> tuple[Tensor, Tensor]:
+    g = torch.randn(TOKENS, WIDTH)
+
+    def run(module: nn.Module) -> Tensor:
         given = x.clone().requires_grad_()
-        y = module(given)
-        y.square().sum().backward()
+        module(given).backward(g)
         assert given.grad is not None
-        return y.detach(), given.grad
+        return given.grad
 
-    def rounded(values: Tensor) -> Tensor:
-        return quantize(values.detach(), "row128", form).dequantize().double().requires_grad_()
+    def rounded(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        values = values.detach()
+        held = quantize(values, "row128", form).dequantize() if dtype is None else values.to(dtype)
+        return held.double().requires_grad_()
 
-    y, grad = run(norm)
-    given, weight = rounded(x), norm.weight.detach().double().requires_grad_()
-    g = 2 * y.double()
-    if not compiled:  # the normalized values are another tensor, with codes of its own
-        assert decibels((g * rounded(y)).sum(0), norm.weight.grad) > 100
-    else:
-        wanted = torch.autograd.grad(norm_of(given, weight), (given, weight), g)
-        assert decibels(wanted[0], grad) > 90
-        assert decibels(wanted[1], norm.weight.grad) > 90
+    grad = run(norm)  # in 16 bits, or as it is
+    given, weight = rounded(x, torch.float32), norm.weight.detach().double().requires_grad_()
+    wanted = torch.autograd.grad(norm_of(given, weight), (given, weight), g)
+    assert (90 if compiled else 50) < decibels(wanted[0], grad) < (200 if compiled else 90)
+    halves = rounded(norm(x), torch.float64 if compiled else torch.bfloat16)
+    assert decibels((g.double() * halves).sum(0), norm.weight.grad) > 90
 
-    y, grad = run(mlp)
+    run(mlp)
     w = {name: p.detach().double() for name, p in mlp.named_parameters()}
     gate, up = (rounded(F.linear(x, w[f"{name}_proj.weight"].float())) for name in ("gate", "up"))
     product = F.silu(gate) * up if compiled else rounded(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x))
-    g = 2 * y.double()
-    assert decibels(g.t() @ product, mlp.down_proj.weight.grad) > 60
-    assert decibels(torch.autograd.grad(F.silu(gate) * up, gate, g @ w["down_proj.weight"])[0].t() @ rounded(x),
-                    mlp.gate_proj.weight.grad) > (60 if compiled else 28)  # fmt: skip
+    assert decibels(g.double().t() @ product, mlp.down_proj.weight.grad) > 60
+    # Eager, the up of silu's gradient and silu itself have codes of their own.
+    back = torch.autograd.grad(F.silu(gate) * up, gate, g.double() @ w["down_proj.weight"])[0]
+    assert decibels(back.t() @ rounded(x), mlp.gate_proj.weight.grad) > (60 if compiled else 28)
 
 
 def test_the_noise_of_the_formats_is_that_of_the_page() -> None:

@@ -3,8 +3,12 @@
 Autograd saves inputs: a norm its input, an activation its own, a gated product both factors, a linear layer what it
 multiplied. They wait in 16 or 32 bits until the backward pass reads them once. Here they wait as codes of eight
 bits, with a scale for each 128 elements of a row, and the backward pass computes with what the codes stand for.
-The forward pass does not change. Attention keeps what it saves: a softmax that is computed again from rounded
-queries and keys no longer sums to one.
+The forward pass does not change.
+
+Two things stay in 16 bits. Attention keeps what it saves: a softmax that is computed again from rounded queries
+and keys no longer sums to one. A norm keeps its input, which the gradient of everything before it depends on: with
+e4m3 there a small LLaMA learned more slowly, by the square of the noise (docs/decisions/held-activations.md). What
+a norm saves in float32 is held in 16 bits.
 
 Eager, `torch.autograd.graph.saved_tensors_hooks` run around a layer's forward pass. Every float tensor that it
 saves and that is no weight becomes codes, once: layers that save the same tensor (queries, keys and values their
@@ -97,9 +101,10 @@ class HeldActivations:
 def hold_activations(model: nn.Module, format: Format = "e4m3", *, keep: Iterable[str] = KEEP) -> HeldActivations:
     """Hold what norms, activations, gated MLPs and linear layers save for the backward pass in eight bits.
 
-    That is a byte and a 32nd for each element, in place of two or four. The output of the model does not change,
-    gradients have the noise of the codes. The model is changed in place; parameters and their names stay. Call it
-    after layers are swapped, by `swap_linears` or a recipe, and before ``fully_shard`` and ``torch.compile``.
+    That is a byte and a 32nd for each element, in place of two or four; the input of a norm takes two bytes. The
+    output of the model does not change, gradients have the noise of the codes. The model is changed in place;
+    parameters and their names stay. Call it after layers are swapped, by `swap_linears` or a recipe, and before
+    ``fully_shard`` and ``torch.compile``.
 
     A block that is checkpointed saves its input only, as before; compiled, it would round for nothing: hold
     activations instead of checkpointing, or in the blocks that are not checkpointed.
@@ -146,7 +151,7 @@ def hold_activations(model: nn.Module, format: Format = "e4m3", *, keep: Iterabl
             inner |= {part for part in (getattr(module, name, None) for name in gated[2:]) if part is not None}
         report.held[name] = what or "gated"
         if module not in inner:
-            became[module] = gated or "held"
+            became[module] = gated or ("norm" if what == "norm" else "held")
         parent = modules.get(name.rpartition(".")[0]) if name else None
         if what == "linear" and parent is not None:
             around.append(parent)
@@ -180,7 +185,7 @@ def _is_held(module: nn.Module) -> bool:
 
 # Of a gated MLP the names of its layers gate and up, of its activation ("F" for silu as a function) and of down.
 _Gated = tuple[str, str, str, str]
-_How = Literal["held", "watched"] | _Gated
+_How = Literal["held", "norm", "watched"] | _Gated
 
 
 def _kind(module: nn.Module) -> str | None:
@@ -228,7 +233,8 @@ class _Holding:
     Attributes:
         _was: that class.
         _format: of the codes.
-        _how: ``"held"``, the parts of a gated MLP, or ``"watched"``: saves as it does, around layers that are held.
+        _how: ``"held"``, ``"norm"``, the parts of a gated MLP, or ``"watched"``: saves as it does, around layers
+            that are held.
     """
 
     _was: ClassVar[Any]
@@ -238,7 +244,8 @@ class _Holding:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         run, how = partial(self._was.forward, self), self._how
         if torch.compiler.is_compiling():
-            if how == "watched" or len(args) != 1 or kwargs or not torch.is_grad_enabled():
+            # A norm has nothing in codes that compilers would save.
+            if how in ("watched", "norm") or len(args) != 1 or kwargs or not torch.is_grad_enabled():
                 return run(*args, **kwargs)
             if how == "held":
                 return _by_rounded(run, self._format, args[0])
@@ -246,7 +253,10 @@ class _Holding:
         above = packs()
         if not torch.is_grad_enabled() or not (above is None or isinstance(above, _Watch)):
             return run(*args, **kwargs)
-        hook = _Watch() if how == "watched" else _Pack(self._format, list(self.parameters()))
+        hook: _Watch = _Watch()
+        if how != "watched":
+            normed = args[0] if how == "norm" and args and isinstance(args[0], Tensor) else None
+            hook = _Pack(self._format, list(self.parameters()), normed)
         with saved_tensors_hooks(hook, _unpack):
             return run(*args, **kwargs)
 
@@ -278,24 +288,33 @@ def _empty(kind: Any, planned: bool, format: Format, how: _How) -> nn.Module:
 # Eager
 
 
-class _Codes:
-    """Rows in codes, and the dtype that they had."""
+class _Rows:
+    """Rows that are held, in codes with scales, or in a dtype of 16 bits; and the dtype that they had."""
 
-    def __init__(self, rows: Tensor, format: Format) -> None:
-        made = operations(rows).quantize_blocks(rows, "row128", "", format, False, rows.dtype)
-        self.codes, self.scale, self.dtype = made[0], made[1], rows.dtype
+    def __init__(self, rows: Tensor, form: Format | torch.dtype) -> None:
+        self.scale, self.dtype = None, rows.dtype
+        if isinstance(form, torch.dtype):
+            self.codes = rows.to(form)
+        else:
+            made = operations(rows).quantize_blocks(rows, "row128", "", form, False, rows.dtype)
+            self.codes, self.scale = made[0], made[1]
+
+    def values(self) -> Tensor:
+        if self.scale is None:
+            return self.codes.to(self.dtype)
+        return operations(self.codes).dequantize(self.codes, self.scale, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
     """A tensor that is held: its rows, and its shape."""
 
-    rows: _Codes
+    rows: _Rows
     shape: torch.Size
 
 
 # By storage: codes of the tensors in it, as long as a graph holds them; None if a graph holds the storage itself.
-_seen: weakref.WeakKeyDictionary[Any, dict[Any, weakref.ref[_Codes]] | None] = weakref.WeakKeyDictionary()
+_seen: weakref.WeakKeyDictionary[Any, dict[Any, weakref.ref[_Rows]] | None] = weakref.WeakKeyDictionary()
 
 
 class _Watch:
@@ -313,25 +332,36 @@ class _Pack(_Watch):
     Args:
         format: of the codes.
         parameters: of the module; neither they nor copies of them in another dtype are activations.
+        normed: the input of a norm, which is kept in 16 bits, and so is what it saves in float32.
     """
 
-    def __init__(self, format: Format, parameters: Sequence[nn.Parameter]) -> None:
-        self.format, self.parameters = format, parameters
+    def __init__(self, format: Format, parameters: Sequence[nn.Parameter], normed: Tensor | None = None) -> None:
+        self.format, self.parameters, self.normed = format, parameters, normed
 
     def __call__(self, x: Tensor) -> Tensor | _Held:
         if not self._is_activation(x):
             return x
-        storage = x.untyped_storage()
+        storage, form = x.untyped_storage(), self._form(x)
         known = _seen.setdefault(storage, {})
         if known is None:
             return x
+        if form is None:
+            return super().__call__(x)
         layout = None if x.is_contiguous() else (x.shape, x.stride())
-        key = x.storage_offset(), x.numel(), x.shape[-1], layout, x.dtype, x._version, self.format
+        key = x.storage_offset(), x.numel(), x.shape[-1], layout, x.dtype, x._version, form
         found = known[key]() if key in known else None
         if found is None:
-            found = _Codes(x.detach().reshape(-1, x.shape[-1]).contiguous(), self.format)
+            found = _Rows(x.detach().reshape(-1, x.shape[-1]).contiguous(), form)
             known[key] = weakref.ref(found)
         return _Held(found, x.shape)
+
+    def _form(self, x: Tensor) -> Format | torch.dtype | None:
+        """What a tensor is held in; None for what it is in."""
+        if self.normed is None or type(self.normed) is not Tensor:
+            return self.format
+        if x.dtype == torch.float32:
+            return self.normed.dtype if self.normed.element_size() == 2 else torch.bfloat16
+        return None if x.untyped_storage() is self.normed.untyped_storage() else self.format
 
     def _is_activation(self, x: Tensor) -> bool:
         if (
@@ -351,10 +381,7 @@ class _Pack(_Watch):
 
 
 def _unpack(saved: Tensor | _Held) -> Tensor:
-    if isinstance(saved, Tensor):
-        return saved
-    rows = saved.rows
-    return operations(rows.codes).dequantize(rows.codes, rows.scale, rows.dtype).reshape(saved.shape)
+    return saved if isinstance(saved, Tensor) else saved.rows.values().reshape(saved.shape)
 
 
 # Compiled
