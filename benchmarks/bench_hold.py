@@ -132,7 +132,7 @@ def _both(run: Side) -> None:
 def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--models", default="llama-8b")
-    parser.add_argument("--plans", default="none,SWITCHBACK:e4m3,SWITCHBACK_M:e4m3")
+    parser.add_argument("--plans", default="none,SWITCHBACK:e4m3")
     parser.add_argument("--modes", default="eager,compiled")
     parser.add_argument("--format", default="e4m3", help="of held activations")
     parser.add_argument("--tokens", type=int, default=8192)
