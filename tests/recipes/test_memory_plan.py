@@ -130,7 +130,7 @@ def test_a_trace_is_what_a_real_step_takes(of: tuple[str, str], checkpointing: b
     assert timeline.peak().total == pytest.approx(peak_bytes(step), rel=0.01)
 
 
-@pytest.mark.parametrize("preset", ["mini", "llama-micro"])
+@pytest.mark.parametrize("preset", ["micro", "llama-micro"])
 def test_held_activations_are_what_a_real_step_holds(preset: str) -> None:
     """Storages alive between the passes, on the meta device and on the CPU."""
     model = build_model(preset, vocabulary=256, sequence=64, seed=0)
