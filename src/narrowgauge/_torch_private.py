@@ -49,7 +49,7 @@ def operators_observed() -> bool:
 
 def packs() -> Any:
     """The innermost hook that packs saved tensors now; None if there is none, False where none may be."""
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return False
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]
