@@ -1,5 +1,5 @@
 """Small tables on pages that are about something else: planned memory beside measured, what watching costs, what
-compressed gradients take, what it costs to have states on the CPU.
+compressed gradients take, what it costs to have states on the CPU, what held activations save.
 
 Each stands between `<!-- NAME -->` and `<!-- end -->` on its page, and is empty as long as nothing was measured.
 """
@@ -131,6 +131,31 @@ def offload(results: Results) -> str:
     return (
         f"{drawn}\n{of['parameters'] / 1e9:.1f} billion parameters in bf16; a backward pass alone takes "
         f"{of['backward_ms']:.0f} ms. {results['threads']} threads of {results['cores']} cores. "
+        f"{_origin(results | results['environment'])}"
+    )
+
+
+def held(results: Results) -> str:
+    """What blocks leave between the passes, their peak and their time; shares are of the first row of a mode."""
+    (model, of), *_ = results["models"].items()
+    rows = [{"side": name.split(", "), **row} for name, row in of["rows"].items()]
+
+    def measured(key: str, unit: float, form: str) -> Callable[[Results], str | None]:
+        share = f"{key.removesuffix('_bytes')}_share"
+        return lambda row: f"{row[key] / unit:{form}} (*{row[share]:.2f}*)" if key in row else row.get("failed")
+
+    drawn = table(
+        rows,
+        ("blocks", lambda row: row["side"][0]),
+        ("linear layers", lambda row: "`nn.Linear`" if row["side"][1] == "none" else f"`{row['side'][1]}`"),
+        ("activations", lambda row: row["side"][2]),
+        ("between the passes, GB", measured("saved_bytes", 1e9, ".2f")),
+        ("at most, GB", measured("peak_bytes", 1e9, ".2f")),
+        ("both passes, ms", measured("ms", 1, ".1f")),
+        words="lllrrr",
+    )
+    return (
+        f"{drawn}\n{of['blocks']} blocks of {model}, {of['tokens']:,} tokens in bf16; above weights and gradients. "
         f"{_origin(results | results['environment'])}"
     )
 

@@ -44,6 +44,7 @@ part() {
     watch) run benchmarks/bench_watch.py --optimizers torch adamw8bit --ways all --rounds 13 \
         --json "$bench/watch_h200.json" ;;
     memory) run benchmarks/bench_memory.py --seconds 400 --json "$bench/memory_h200.json" ;;
+    hold) run benchmarks/bench_hold.py --json "$bench/hold_h200.json" ;;
     offload) run benchmarks/bench_offload.py --lists 1b 7b --json "$bench/offload_h200.json" ;;
     collage_training) study collage_training --jobs 2 --seconds 500 ;;
     collage_throughput) study collage_throughput --seconds 400 ;;

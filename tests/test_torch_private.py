@@ -22,6 +22,7 @@ from narrowgauge._torch_private import (
     local_tensor,
     operators_observed,
     optimizer_hooks,
+    packs,
 )
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "narrowgauge"
@@ -32,6 +33,7 @@ NAMES = {
     "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks", "_optimizer_step_pre_hooks", "_global_optimizer_pre_hooks",
     "_len_torch_dispatch_stack", "_are_functorch_transforms_active", "_get_tracing_state",
+    "_saved_tensors_hooks_is_enabled", "_top_saved_tensors_default_hooks",
 }  # fmt: skip
 
 
@@ -101,3 +103,15 @@ def test_modes_and_transforms_are_seen() -> None:
 def test_an_attribute_that_torch_has_no_more_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"torch .* has no object\._optimizer_state_dict_pre_hooks"):
         optimizer_hooks(object(), "state_dict_pre")  # type: ignore[arg-type]
+
+
+def test_hooks_of_saved_tensors_are_found() -> None:
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    assert packs() is None
+    with torch.autograd.graph.saved_tensors_hooks(pack, pack):
+        assert packs() is pack
+    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        assert packs() is False
+    assert packs() is None

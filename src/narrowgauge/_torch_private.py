@@ -47,6 +47,14 @@ def operators_observed() -> bool:
     )
 
 
+def packs() -> Any:
+    """The innermost hook that packs saved tensors now; None if there is none, False where none may be."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return False
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]
+
+
 # What a tensor subclass has for `__torch_function__` if `__torch_dispatch__` is all that it changes.
 unsubclassed = torch._C._disabled_torch_function_impl
 

@@ -113,6 +113,8 @@ def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert "4 GPUs under FSDP" in page
     assert "gradient checkpointing" in " ".join(page.split())
     assert "fits" not in page
+    page = read(capsys, "llama-micro", *SMALL, "--hold-activations=int8", "--recipe", "kahan")
+    assert "activations held in int8" in " ".join(page.split())
 
 
 def test_an_image_model_is_planned_with_what_training_adds(

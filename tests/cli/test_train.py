@@ -105,7 +105,8 @@ def generates(out: Path) -> None:
 
 def test_the_file_of_a_run_repeats_it_and_flags_win(text: Path, tmp_path: Path) -> None:
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
-    options = ("--steps", 4, "--no-compile", "--layer-scale", 0.5, "--stable-embedding", "--linear", "switchback")
+    options = ("--steps", 4, "--no-compile", "--layer-scale", 0.5, "--stable-embedding", "--linear", "switchback",
+               "--hold-activations", "int8")  # fmt: skip
     assert train("--data", text, "--out", first, *TINY, *options) == 0
     written = tomllib.loads((first / "config.toml").read_text())
     assert written["steps"] == 4
@@ -113,6 +114,7 @@ def test_the_file_of_a_run_repeats_it_and_flags_win(text: Path, tmp_path: Path) 
     assert written["layer-scale"] == 0.5
     assert written["stable-embedding"] is True
     assert written["linear"] == "switchback"
+    assert written["hold-activations"] == "int8"
     assert train("--config", first / "config.toml", "--out", second) == 0
     assert losses(second) == losses(first)
     assert (second / "model.safetensors").read_bytes() == (first / "model.safetensors").read_bytes()

@@ -156,13 +156,16 @@ def test_tensor(
         assert summed(total, x) if sums else total is None
 
 
-@pytest.mark.parametrize(("shape", "pair", "scaling"), cases(SHAPES, PAIRS, ("row", "column", "tensor")), ids=str)
+@pytest.mark.parametrize(
+    ("shape", "pair", "scaling"), cases(SHAPES, PAIRS, ("row", "column", "tensor", "row128")), ids=str
+)
 def test_dequantize(shape: tuple[int, int], pair: tuple[torch.dtype, str], scaling: str, device: str) -> None:
     """What the specification makes of the same codes, bit for bit; NaN where a scale or a code is NaN."""
     dtype, form = pair
     nonfinite = device == "cuda" or form == "int8"  # the interpreter reads float8's NaN as 480
     coded = quantize(matrix(shape, torch.float32, device, nonfinite), scaling, form)
-    got = _dequantize.dequantize(coded.codes.contiguous(), coded.scale.contiguous(), dtype)
+    scale = coded.scale.t().contiguous().t() if scaling == "row128" else coded.scale.contiguous()
+    got = _dequantize.dequantize(coded.codes.contiguous(), scale, dtype)
     wanted = coded.dequantize(dtype)
     assert got.dtype == dtype
     assert torch.equal(got.isnan(), wanted.isnan())

@@ -17,8 +17,8 @@ from narrowgauge import linear, recipes
 from narrowgauge.recipes._losses import token_loss
 from narrowgauge.recipes._parallel import WORKSPACE
 from narrowgauge.recipes._plan import largest, parse_bytes
-from narrowgauge.recipes._timeline import rounded
-from narrowgauge.recipes._trace import Traced, enable_checkpointing, without_memory
+from narrowgauge.recipes._timeline import Recorder, rounded
+from narrowgauge.recipes._trace import Traced, _loss_apart, enable_checkpointing, without_memory
 from narrowgauge.trainers import build_model
 from narrowgauge.trainers._models import configuration, next_token_loss
 from pairwise import by_pairs
@@ -128,6 +128,27 @@ def test_a_trace_is_what_a_real_step_takes(of: tuple[str, str], checkpointing: b
     for p in model.parameters():
         p.grad = None
     assert timeline.peak().total == pytest.approx(peak_bytes(step), rel=0.01)
+
+
+@pytest.mark.parametrize("preset", ["micro", "llama-micro"])
+def test_held_activations_are_what_a_real_step_holds(preset: str) -> None:
+    """Storages alive between the passes, on the meta device and on the CPU."""
+    model = build_model(preset, vocabulary=256, sequence=64, seed=0)
+    bare = without_memory(model)
+    traced = Traced(bare, recipes.get("A"), None, False, token_loss, {}, hold="e4m3")
+    planned = traced.trace(8, 64).at("backward").live["activations"]
+    whole = Traced(without_memory(model), recipes.get("A"), None, False, token_loss, {}).trace(8, 64)
+    recipes.cast(model, torch.bfloat16)
+    linear.hold_activations(model)
+    windows = torch.randint(0, 256, (8, 65))
+    recorder = Recorder([*model.parameters(), *model.buffers(), windows], {})
+    with recorder, recorder.during("loss"), _loss_apart(model, recorder):
+        loss = next_token_loss(model, windows)
+        recorder.timeline.mark("backward")
+    real = recorder.timeline.at("backward").live["activations"]
+    assert loss.requires_grad
+    assert planned == pytest.approx(real, rel=0.01)
+    assert planned < 0.75 * whole.at("backward").live["activations"]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
@@ -335,6 +356,11 @@ ERRORS: dict[str, tuple[Any, str, dict[str, Any], str]] = {
     "linear": (7, "D", {"linear": linear.SWITCHBACK}, "linear must .*got"),
     "checkpointing": (7, "D", {"checkpointing": True}, "checkpointing must .*got True"),
     "loss": (nn.Linear(512, 512), "D", {}, "loss must be a function .* for a Linear"),
+    "held": (7, "D", {"hold_activations": "e4m3"}, "hold_activations must be left out for a number"),
+    "held in": (None, "D", {"hold_activations": "fp4"}, "hold_activations must be .*got 'fp4'"),
+    "held blocks": (
+        None, "D", {"hold_activations": "int8", "checkpointing": True}, "hold_activations must be None with.*'int8'"
+    ),
     "no blocks": (nn.Linear(8, 8), "D", {"checkpointing": True}, "checkpointing must be False for a Linear"),
     "no layers": (nn.LayerNorm(512), "A", {"linear": linear.SWITCHBACK, "loss": square_loss}, "linear must be"),
 }  # fmt: skip

@@ -166,6 +166,9 @@ class PlanOptions:
     linear: Annotated[
         str | None, option("Plan of the linear layers: SWITCHBACK:int8, SWITCHBACK_M, ...", show_default="none")
     ] = None
+    hold_activations: Annotated[
+        str | None, option("Held activations' format: e4m3, e5m2 or int8.", show_default="none")
+    ] = None
     batch: Annotated[int | None, option("Sequences or images a step on each GPU.", show_default="8")] = None
     sequence: Annotated[
         int | None, option("Tokens a sequence or a caption.", show_default="1024, or the model's positions")

@@ -44,7 +44,7 @@ _WIDTH = 60
 # Hatches beside colors: no share is known by its color alone.
 _GREY = ("buffers", "workspaces")
 _HATCHES = ("", "//", "", "..", "", "\\\\", "", "xx", "", "oo")
-_OF_A_MODEL = ("linear", "batch", "sequence", "checkpointing", "accumulate")
+_OF_A_MODEL = ("linear", "hold_activations", "batch", "sequence", "checkpointing", "accumulate")
 
 
 Answers = dict[str, int | None]  # by question; None where it cannot be asked
@@ -92,6 +92,7 @@ def _planned(options: PlanOptions) -> tuple[list[MemoryPlan], list[Answers] | No
             sequence=sequence,
             device_memory=memory,
             linear=linear,
+            hold_activations=cast(Any, options.hold_activations),
             checkpointing=options.checkpointing,
             accumulate=options.accumulate,
             offload=cast(Any, options.offload),
@@ -233,6 +234,7 @@ def _headline(one: MemoryPlan, added: Extras) -> str:
     if one.batch is None:
         return f"{one.model}{shared}"
     what = f", linear layers by {one.linear}" if one.linear else ""
+    what += f", activations held in {one.hold_activations}" if one.hold_activations else ""
     what += ", gradient checkpointing" if one.checkpointing else ""
     what += ", gradients accumulated" if one.accumulate else ""
     for name, value in added.given.items():

@@ -3,6 +3,7 @@
 from narrowgauge.linear._attention import LowPrecisionMultiheadAttention
 from narrowgauge.linear._float8_weights import to_float8_weights
 from narrowgauge.linear._function import linear
+from narrowgauge.linear._hold import HeldActivations, hold_activations
 from narrowgauge.linear._module import LowPrecisionConv1D, LowPrecisionLinear
 from narrowgauge.linear._plan import (
     BLOCKWISE_FP8,
@@ -29,12 +30,14 @@ __all__ = [
     "SWITCHBACK_Q",
     "TENSORWISE_FP8",
     "EightBit",
+    "HeldActivations",
     "LinearPlan",
     "LowPrecisionConv1D",
     "LowPrecisionLinear",
     "LowPrecisionMultiheadAttention",
     "ScaledCodes",
     "SwapReport",
+    "hold_activations",
     "linear",
     "named_plan",
     "quantize",

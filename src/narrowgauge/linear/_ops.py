@@ -316,10 +316,13 @@ def _eager_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def _cuda_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    blocks = any(count not in (1, size) for count, size in zip(scale.shape, codes.shape, strict=True))
-    if blocks or dtype == torch.float64 or not _kernels(codes, codes.dtype):
+    rows, columns = codes.shape
+    known = (scale.shape[0] in (1, rows) and scale.shape[1] in (1, columns)) or (
+        tuple(scale.shape) == scale_shape("row128", rows, columns)
+    )
+    if not known or dtype == torch.float64 or not _kernels(codes, codes.dtype):
         return _eager_dequantize(codes, scale, dtype)
-    product: Tensor = _modules()[3].dequantize(codes.contiguous(), scale.contiguous(), dtype)
+    product: Tensor = _modules()[3].dequantize(codes.contiguous(), scale, dtype)
     return product
 
 

@@ -21,6 +21,7 @@ from torch import nn
 from narrowgauge._arguments import check_choice, check_instance, is_integer
 from narrowgauge.linear import LinearPlan
 from narrowgauge.linear._plan import named_plan
+from narrowgauge.linear._quantize import FORMATS, Format
 from narrowgauge.recipes._book import get
 from narrowgauge.recipes._losses import Example, Loss, Step, step_of
 from narrowgauge.recipes._parallel import MOST, OFFLOADS, PARALLEL, Offload, Parallel, Planner, bytes_each
@@ -43,6 +44,7 @@ class MemoryPlan:
         model: name of the model's class, or a number of parameters.
         parameters: number of parameters.
         recipe, linear: names of the recipe and of the linear layers' plan.
+        hold_activations: format of held activations, None for none.
         example: unit of a batch: ``"sequence"`` of tokens, ``"pair"`` of an image and its caption, ``"image"``.
         batch, sequence: examples a step on each GPU, and tokens of each; None for a number of parameters, and
             tokens of images without captions.
@@ -63,6 +65,7 @@ class MemoryPlan:
     parameters: int
     recipe: str
     linear: str | None = None
+    hold_activations: str | None = None
     example: Example = "sequence"
     batch: int | None = None
     sequence: int | None = None
@@ -142,8 +145,9 @@ class MemoryPlan:
     def record(self) -> dict[str, Any]:
         """The plan as plain values, for JSON."""
         names = (
-            "model", "parameters", "recipe", "linear", "example", "batch", "sequence", "checkpointing",
-            "accumulate", "gpus", "parallel", "offload", "saved", "where", "peak", "device_memory", "fits",
+            "model", "parameters", "recipe", "linear", "hold_activations", "example", "batch", "sequence",
+            "checkpointing", "accumulate", "gpus", "parallel", "offload", "saved", "where", "peak", "device_memory",
+            "fits",
         )  # fmt: skip
         parts = {"held": dict(self.held), "host": dict(self.host), "at_peak": dict(self.at_peak)}
         return {name: getattr(self, name) for name in names} | parts
@@ -171,6 +175,7 @@ def plan_memory(
     sequence: int | None = None,
     device_memory: int | str | None = None,
     linear: LinearPlan | str | None = None,
+    hold_activations: Format | None = None,
     checkpointing: bool = False,
     gpus: int = 1,
     parallel: Parallel = "ddp",
@@ -192,6 +197,8 @@ def plan_memory(
         sequence: tokens a sequence or a caption; as many as there are positions, 1024 at most, if None.
         device_memory: bytes of each GPU, or a text such as ``"80GB"`` (10^9) or ``"80GiB"`` (2^30).
         linear: the plan of linear layers, or its name such as ``"SWITCHBACK:e4m3"``; None leaves them.
+        hold_activations: the format in which `narrowgauge.linear.hold_activations` holds what is saved; None leaves
+            it.
         checkpointing: whether a transformers model's blocks keep their inputs only and run again in the backward
             pass.
         gpus: how many share the training.
@@ -218,8 +225,8 @@ def plan_memory(
     plans = [
         _plan_one(
             model, one, batch=batch, sequence=sequence, device_memory=device_memory, linear=plan,
-            checkpointing=checkpointing, gpus=gpus, parallel=parallel, accumulate=accumulate, offload=offload,
-            loss=loss, **optimizer_arguments,
+            hold_activations=hold_activations, checkpointing=checkpointing, gpus=gpus, parallel=parallel,
+            accumulate=accumulate, offload=offload, loss=loss, **optimizer_arguments,
         )
         for one in found
     ]  # fmt: skip
@@ -241,6 +248,7 @@ def _plan_one(
     sequence: int | None,
     device_memory: int | str | None,
     linear: LinearPlan | None,
+    hold_activations: Format | None,
     checkpointing: bool,
     gpus: int,
     parallel: Parallel,
@@ -252,6 +260,8 @@ def _plan_one(
     """The plan of one recipe."""
     check_choice("parallel", parallel, PARALLEL)
     check_choice("offload", offload, OFFLOADS)
+    if hold_activations is not None:
+        check_choice("hold_activations", hold_activations, tuple(FORMATS))
     _refuse_offload(offload, gpus, parallel, accumulate)
     if linear is not None and recipe.plans_layers:
         refused = f"linear must be None with recipe {recipe.name!r}, which has plans of layers"
@@ -263,7 +273,10 @@ def _plan_one(
         "_bytes": sum(device.values()),
     }  # fmt: skip
     if is_integer(model_or_config):
-        of_a_model = {"linear": linear, "loss": loss, "checkpointing": checkpointing, "accumulate": accumulate}
+        of_a_model = {
+            "linear": linear, "hold_activations": hold_activations, "loss": loss, "checkpointing": checkpointing,
+            "accumulate": accumulate,
+        }  # fmt: skip
         for name, value in of_a_model.items():
             if value:
                 raise ValueError(f"{name} must be left out for a number of parameters, got {value!r}")
@@ -276,15 +289,22 @@ def _plan_one(
             f"accumulate must be False for a {type(model).__name__} without a loss of your own, got True: an image "
             "is contrasted with all captions of a step, and the plan does not know how they are divided"
         )
+    if checkpointing and hold_activations is not None:
+        raise ValueError(
+            f"hold_activations must be None with checkpointing, whose blocks save their inputs only, got "
+            f"{hold_activations!r}"
+        )
     traced = Traced(
-        model, recipe, linear, checkpointing, step.loss, optimizer_arguments, accumulate, offload == "gradients"
-    )
+        model, recipe, linear, checkpointing, step.loss, optimizer_arguments, accumulate, offload == "gradients",
+        hold_activations,
+    )  # fmt: skip
     planner = Planner(traced, gpus, parallel, offload)
     tokens = _tokens(sequence, planner.positions, step, type(model).__name__)
     at_peak, saved, where = planner.at(batch, tokens or 0)
     return MemoryPlan(
         model=type(model).__name__, parameters=traced.parameters, linear=None if linear is None else linear.title,
-        example=step.example, batch=batch, sequence=tokens, checkpointing=checkpointing, accumulate=accumulate,
+        hold_activations=hold_activations, example=step.example, batch=batch, sequence=tokens,
+        checkpointing=checkpointing, accumulate=accumulate,
         held=planner.held, host=planner.host, saved=saved, at_peak=at_peak, where=where, _planner=planner, **common,
     )  # fmt: skip
 

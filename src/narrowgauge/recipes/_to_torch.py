@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from narrowgauge.linear._hold import release
 from narrowgauge.linear._module import PlannedModule
 from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.optim._checkpoint_foreign import export_to_torch, namesake_of
@@ -21,8 +22,8 @@ def to_torch(model: Model, optimizer: NarrowOptimizer) -> tuple[Model, torch.opt
     """Convert a model and its optimizer to a float32 model and torch's optimizer of the same name.
 
     Low words and master copies are added to the weights, so nothing is rounded. Linear layers with a plan become
-    `nn.Linear` again. The new optimizer has the same groups, hyperparameters and moments, in float32. The given
-    model and optimizer do not change.
+    `nn.Linear` again, and activations are saved as they are. The new optimizer has the same groups, hyperparameters
+    and moments, in float32. The given model and optimizer do not change.
 
     Args:
         model: the model that the optimizer trains, unsharded.
@@ -42,6 +43,7 @@ def to_torch(model: Model, optimizer: NarrowOptimizer) -> tuple[Model, torch.opt
     copied = dict[int, object]()
     wide = copy.deepcopy(model, copied).float()
     wide.zero_grad()
+    release(wide.modules())
     for layer in wide.modules():
         if isinstance(layer, PlannedModule):
             layer.remove_plan()

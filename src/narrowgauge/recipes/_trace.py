@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.linear import LinearPlan, swap_linears
+from narrowgauge.linear import LinearPlan, hold_activations, swap_linears
 from narrowgauge.linear._swap import output_heads
 from narrowgauge.optim._plan import ParamPlan
 from narrowgauge.recipes._cuda_kernels import WORKSPACES, as_on_cuda
@@ -102,7 +102,7 @@ class Traced:
 
     Args:
         model: on the meta device; it is cast and swapped here.
-        recipe, linear, checkpointing: as `plan_memory` takes them.
+        recipe, linear, hold, checkpointing: as `plan_memory` takes them, `hold` as its `hold_activations`.
         loss: the forward pass.
         options: of the optimizer.
         accumulate: whether there are gradients of an earlier micro-batch, which a step adds to.
@@ -111,17 +111,19 @@ class Traced:
 
     def __init__(
         self, model: nn.Module, recipe: Recipe, linear: LinearPlan | None, checkpointing: bool, loss: Loss,
-        options: Mapping[str, Any], accumulate: bool = False, frees: bool = False,
+        options: Mapping[str, Any], accumulate: bool = False, frees: bool = False, hold: Any = None,
     ) -> None:  # fmt: skip
         if checkpointing:
             enable_checkpointing(model)
         self.optimizer = recipe.apply(model, **options)
+        # As `narrowgauge train` does for transformers; the default of `swap_linears` for other models.
+        heads: dict[str, Any] = {"keep": output_heads(model)} if hasattr(model, "config") else {}
         if linear is not None:
-            # As `narrowgauge train` does for transformers; the default of `swap_linears` for other models.
-            heads: dict[str, Any] = {"keep": output_heads(model)} if hasattr(model, "config") else {}
             report = swap_linears(model, linear, **heads)
             if not report.swapped:
                 raise ValueError(f"linear must be None for a model without layers to swap, got {linear}")
+        if hold is not None:
+            hold_activations(model, hold, **heads)
         self.model, self._loss, self.accumulate, self._frees = model, loss, accumulate, frees
         self.trace = functools.cache(self._trace)
 

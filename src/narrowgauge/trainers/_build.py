@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from narrowgauge.distributed import CPUOffload
-from narrowgauge.linear import swap_linears
+from narrowgauge.linear import hold_activations, swap_linears
 from narrowgauge.linear._swap import output_heads
 from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.recipes import cast
@@ -114,6 +114,10 @@ def build_parts(
         if not report.swapped:
             raise SettingsError(f"--linear must be a plan for layers of {settings.model}, got {settings.linear!r}")
         notes.append(f"{report.plan.title}: {len(report.swapped)} layers, {len(report.kept)} kept")
+    if settings.hold_activations != "none":
+        held: Any = settings.hold_activations
+        count = len(hold_activations(model, held, keep=output_heads(model)).held)
+        notes.append(f"activations held in {held}: those that {count} modules save")
     runs: Any = group.wrap(model)
     # After sharding, which makes other parameters.
     optimizer: NarrowOptimizer | CPUOffload

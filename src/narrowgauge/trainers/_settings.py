@@ -24,6 +24,7 @@ from typing import Any
 from narrowgauge import recipes
 from narrowgauge._schedule import SCHEDULES
 from narrowgauge.linear import LinearPlan, named_plan
+from narrowgauge.linear._quantize import FORMATS as HELD_IN
 from narrowgauge.recipes import FittedRecipe, Recipe
 
 from ._export import ADDITIONS, NEEDS_LOADER
@@ -109,6 +110,9 @@ class TrainSettings:
         1.0, "Norm of all gradients together at most; 0 for no clipping.", "a number above 0, or 0 for none"
     )
     linear: str = _option("none", "Plan of the linear layers, such as SWITCHBACK:e4m3.")
+    hold_activations: str = _choice(
+        "none", "What blocks save for the backward pass, in: none, e4m3, e5m2 or int8.", "none", *HELD_IN
+    )
     autocast: str = _choice(
         "none", "Format that fp32 models compute in: none, bf16 or fp16.", "none", "bf16", "fp16"
     )
@@ -188,6 +192,11 @@ class TrainSettings:
             raise SettingsError(
                 f"--offload must be none with --parallel fsdp, got {self.offload!r}: FSDP divides states among "
                 "GPUs, CPUOffload moves whole parameters"
+            )
+        if self.hold_activations != "none" and self.gradient_checkpointing:
+            raise SettingsError(
+                "--hold-activations must be none with --gradient-checkpointing, whose blocks save their inputs "
+                f"only, got {self.hold_activations!r}"
             )
         if self.offload == "gradients" and self.accumulate > 1:
             raise SettingsError(
@@ -279,7 +288,7 @@ def flag(name: str) -> str:
 # The others (how long, how fast, on what, how often) may change from one part of a run to the next.
 _IDENTITY = (
     "model", "recipe", "batch", "sequence", "seed", "beta1", "beta2", "beta2_schedule", "eps", "weight_decay",
-    "decay_all", "clip", "linear", "autocast", "scaler", "stable_embedding", "layer_scale",
+    "decay_all", "clip", "linear", "hold_activations", "autocast", "scaler", "stable_embedding", "layer_scale",
     "kq_norm", "patch_norm", "patch_dropout", "max_logit_scale", "crop_scale", "flip",
 )  # fmt: skip
 # The values of options in checkpoints that are older than the option, where that is not the default.

@@ -19,15 +19,18 @@ from narrowgauge.kernels._linear._sizes import over, power_above, words
 from narrowgauge.kernels._step._floats import narrow
 
 _HEIGHT, _WIDTH, _WARPS = 8, 512, 4
+_BLOCK = 128
 
 
 @triton.jit
 def _dequantize(
-    codes, scale, result, rows, columns,
+    codes, scale, result, rows, columns, step, along,
     KIND: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
-    ROW: tl.constexpr, COLUMN: tl.constexpr,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One tile a program; scales a row, a column, or one for all."""
+    """One tile a program; scales a row, a column, or one for all. With BLOCK a tile is as wide as a block of a row,
+    whose scales are `step` apart from row to row and `along` from block to block.
+    """
     # Rows of tiles go along the first side of the grid, which takes 2^31.
     row = tl.program_id(0) * HEIGHT
     down = row + tl.arange(0, HEIGHT)
@@ -40,7 +43,10 @@ def _dequantize(
     else:
         # Codes of float8 are numbers here, and so is what stands for those past the end.
         values = tl.load(codes + at + inside, mask=here, other=0.0).to(tl.float32)
-    if ROW:
+    if BLOCK:
+        at_scale = scale + down.to(tl.int64) * step + tl.program_id(1).to(tl.int64) * along
+        factor = tl.load(at_scale, mask=down < rows, other=0.0)[:, None]
+    elif ROW:
         factor = tl.load(scale + down, mask=down < rows, other=0.0)[:, None]
     elif COLUMN:
         factor = tl.load(scale + across, mask=across < columns, other=0.0)[None, :]
@@ -61,11 +67,15 @@ def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
     Args:
         codes: contiguous (rows, columns), neither of them 0; int8, float8 e4m3 or e5m2.
-        scale: contiguous float32 (rows, 1), (1, columns) or (1, 1).
+        scale: float32 (rows, 1), (1, columns), (1, 1) or, in any order in memory, (rows, ⌈columns / 128⌉).
         dtype: of the result, of the codes' shape: bfloat16, float16 or float32.
     """
     rows, columns = codes.shape
-    launch = _launch(rows, columns, codes.dtype, dtype, scale.shape[0] > 1, scale.shape[1] > 1)
+    block = scale.shape[1] not in (1, columns)
+    step, along = scale.stride() if block else (0, 0)
+    row, column = (not block and count > 1 for count in scale.shape)
+    scale = scale if block else scale.contiguous()
+    launch = _launch(rows, columns, step, along, codes.dtype, dtype, row, column, block)
     result = codes.new_empty((rows, columns), dtype=dtype)
     addresses = codes.data_ptr(), scale.data_ptr(), result.data_ptr()
     launch(codes.get_device(), addresses, lambda: (codes, scale, words(result)))
@@ -74,14 +84,16 @@ def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _launch(
-    rows: int, columns: int, codes: torch.dtype, dtype: torch.dtype, row: bool, column: bool
-) -> BoundLaunch:
-    """The launch for codes of a shape and dtype, with a scale a row, a column, or one."""
-    width = min(_WIDTH, max(16, power_above(columns)))
+    rows: int, columns: int, step: int, along: int, codes: torch.dtype, dtype: torch.dtype, row: bool, column: bool,
+    block: bool,
+) -> BoundLaunch:  # fmt: skip
+    """The launch for codes of a shape and dtype, with a scale a row, a column, a block of a row, or one."""
+    width = _BLOCK if block else min(_WIDTH, max(16, power_above(columns)))
     height = _HEIGHT * _WIDTH // width
     constants = {
         "KIND": KINDS[dtype], "HEIGHT": height, "WIDTH": width, "TALL": rows % height == 0,
-        "WIDE": columns % width == 0, "ROW": row, "COLUMN": column,
+        "WIDE": columns % width == 0, "ROW": row, "COLUMN": column, "BLOCK": block,
     }  # fmt: skip
     options = {"num_warps": _WARPS, "enable_fp_fusion": False}
-    return BoundLaunch(_DEQUANTIZE, (over(rows, height), over(columns, width)), (rows, columns), constants, options)
+    grid = over(rows, height), over(columns, width)
+    return BoundLaunch(_DEQUANTIZE, grid, (rows, columns, step, along), constants, options)
