@@ -20,13 +20,13 @@ are the same.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from narrowgauge._torch_private import operators_observed
+from narrowgauge._torch_private import operators_observed, when_traced
 from narrowgauge.kernels import _triton
 from narrowgauge.kernels._triton import unavailable
 from narrowgauge.linear._quantize import (
@@ -107,6 +107,10 @@ def _floats(x: Tensor, *shape: int) -> Tensor:
     return x.new_empty(shape, dtype=torch.float32)
 
 
+def _summed(x: Tensor, sums: bool, dtype: torch.dtype | None) -> Tensor:
+    return x.new_empty((x.shape[1] if sums else 0,), dtype=dtype or torch.float32)
+
+
 def _transposed(codes: Tensor) -> Tensor:
     # Not `.contiguous()`, which returns a single row or column itself: an operator must not return a view.
     return codes.t().clone(memory_format=torch.contiguous_format)
@@ -133,9 +137,11 @@ def _cuda_rows(x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch
     return codes, *_modules()[0].quantize_rows(x, format, codes, sums, dtype)
 
 
-def _fake_rows(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_rows(
+    x: Tensor, format: Format, sums: bool, *, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = x.shape
-    return _codes(x, format, rows, columns), _floats(x, rows, 1), _floats(x, columns if sums else 0)
+    return _codes(x, format, rows, columns), _floats(x, rows, 1), _summed(x, sums, dtype)
 
 
 # Columns
@@ -158,9 +164,11 @@ def _cuda_columns(x: Tensor, format: Format, sums: bool, dtype: torch.dtype = to
     return transposed, *_modules()[1].quantize_columns(x, format, transposed, sums, dtype)
 
 
-def _fake_columns(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_columns(
+    x: Tensor, format: Format, sums: bool, *, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = x.shape
-    return _codes(x, format, columns, rows), _floats(x, 1, columns), _floats(x, columns if sums else 0)
+    return _codes(x, format, columns, rows), _floats(x, 1, columns), _summed(x, sums, dtype)
 
 
 # Tensor
@@ -201,10 +209,11 @@ def _cuda_tensor(
 
 
 def _fake_tensor(
-    x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool
-) -> tuple[Tensor, ...]:
+    x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool, *,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     codes = _both_codes(x, format, straight, transposed)
-    return *codes, _floats(x, 1, 1), _floats(x, 1, 1), _floats(x, x.shape[1] if sums else 0)
+    return *codes, _floats(x, 1, 1), _floats(x, 1, 1), _summed(x, sums, dtype)
 
 
 # Blocks
@@ -221,10 +230,11 @@ def _eager_blocks(
 
 
 def _fake_blocks(
-    x: Tensor, scaling: Scaling, format: Format, straight: bool, transposed: bool, sums: bool
-) -> tuple[Tensor, ...]:
+    x: Tensor, scaling: Scaling, format: Format, straight: bool, transposed: bool, sums: bool, *,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     codes = _both_codes(x, format, straight, transposed)
-    return *codes, _floats(x, *scale_shape(scaling, *x.shape)), _floats(x, x.shape[1] if sums else 0)
+    return *codes, _floats(x, *scale_shape(scaling, *x.shape)), _summed(x, sums, dtype)
 
 
 # Multiply
@@ -298,11 +308,11 @@ CUDA = Operations(_cuda_rows, _cuda_columns, _cuda_tensor, _eager_blocks, _cuda_
 
 
 def _complete(run: Any) -> Any:
-    """A quantizer as an operator, which returns an empty tensor instead of None for sums."""
+    """A quantizer as an operator, which returns an empty tensor instead of None for sums, float32 if not told."""
 
-    def quantizer(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        *results, total = run(x, *rest)
-        return *results, _floats(x, 0) if total is None else total
+    def quantizer(x: Tensor, *rest: Any, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+        *results, total = run(x, *rest, dtype or torch.float32)
+        return *results, _summed(x, False, dtype) if total is None else total
 
     return quantizer
 
@@ -324,18 +334,20 @@ def _fake_product(
 # By the operation: the operator's name and signature, its shapes, and what makes an operator of the function.
 _OPERATORS: dict[str, tuple[str, Any, Any]] = {
     "quantize_rows": (
-        "quantize_rows(Tensor x, str format, bool sums) -> (Tensor, Tensor, Tensor)", _fake_rows, _complete
+        "quantize_rows(Tensor x, str format, bool sums, *, ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)",
+        _fake_rows, _complete,
     ),
     "quantize_columns": (
-        "quantize_columns(Tensor x, str format, bool sums) -> (Tensor, Tensor, Tensor)", _fake_columns, _complete
+        "quantize_columns(Tensor x, str format, bool sums, *, ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)",
+        _fake_columns, _complete,
     ),
     "quantize_tensor": (
-        "quantize_tensor(Tensor x, Tensor? average, str format, bool straight, bool transposed, bool sums) -> "
-        "(Tensor, Tensor, Tensor, Tensor, Tensor)", _fake_tensor, _complete,
+        "quantize_tensor(Tensor x, Tensor? average, str format, bool straight, bool transposed, bool sums, *, "
+        "ScalarType? dtype=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _fake_tensor, _complete,
     ),
     "quantize_blocks": (
-        "quantize_blocks(Tensor x, str scaling, str format, bool straight, bool transposed, bool sums) -> "
-        "(Tensor, Tensor, Tensor, Tensor)", _fake_blocks, _complete,
+        "quantize_blocks(Tensor x, str scaling, str format, bool straight, bool transposed, bool sums, *, "
+        "ScalarType? dtype=None) -> (Tensor, Tensor, Tensor, Tensor)", _fake_blocks, _complete,
     ),
     "dequantize": (
         "dequantize(Tensor codes, Tensor scale, ScalarType dtype) -> Tensor",
@@ -354,6 +366,62 @@ for _field, (_schema, _fake, _adapted) in _OPERATORS.items():
     _LIBRARY.impl(_name, _adapted(getattr(CUDA, _field)), "CUDA")
     torch.library.register_fake(f"narrowgauge::{_name}", _fake, lib=_LIBRARY)
 
+
+# What a compiler sees of them on CUDA devices
+
+
+def _plain_rows(x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32) -> Vectors:
+    """Operations that a compiler fuses into what comes before."""
+    own = largest_magnitude(x, "row", format)
+    # Compilers divide float32 less exactly than torch.
+    codes, scale = quantize_by(x, own, own, format, torch.float64)
+    return codes, scale, _sums(x, sums, dtype)
+
+
+# By the operation, operations of torch that a compiler traces in place of kernels.
+_PLAIN_OPERATIONS: dict[str, Any] = {"quantize_rows": _plain_rows, "dequantize": _eager_dequantize}
+
+
+def _fuses(field: str, args: Sequence[Any]) -> bool:
+    """Whether a compiler does better with operations that it fuses than with a kernel."""
+    return field in _PLAIN_OPERATIONS
+
+
+def _seen(field: str, adapted: Any) -> Any:
+    """The rule of an operator."""
+
+    def rule(*args: Any, **named: Any) -> Any:
+        x = args[0]
+        if x.device.type != "cuda" or no_kernels(x.device, torch.int8) is not None:
+            return None
+        if _fuses(field, args):
+            return adapted(_PLAIN_OPERATIONS[field])(*args, **named)
+        at = [number for number, arg in enumerate(args) if isinstance(arg, Tensor)]
+        sizes = [size for number in at for size in (*args[number].shape, *args[number].stride())]
+        if not all(isinstance(size, int) for size in sizes):
+            return None
+
+        def whole(*tensors: Any) -> list[Tensor]:
+            filled = dict(zip(at, tensors, strict=True))
+            made = adapted(getattr(CUDA, field))(*(filled.get(n, arg) for n, arg in enumerate(args)), **named)
+            return list(made) if isinstance(made, tuple) else [made]
+
+        made = _traced()([args[number] for number in at], whole)
+        return made if made is None or len(made) > 1 else made[0]
+
+    return rule
+
+
+@functools.cache
+def _traced() -> Any:
+    from narrowgauge.kernels._linear._traced import traced
+
+    return traced
+
+
+for _field, (_schema, _, _adapted) in _OPERATORS.items():
+    when_traced(f"narrowgauge::{_schema.partition('(')[0]}", _seen(_field, _adapted), _LIBRARY)
+
 quantize_rows = torch.ops.narrowgauge.quantize_rows.default
 quantize_columns = torch.ops.narrowgauge.quantize_columns.default
 quantize_tensor = torch.ops.narrowgauge.quantize_tensor.default
@@ -366,12 +434,12 @@ multiply_codes = torch.ops.narrowgauge.multiply_codes.default
 
 
 def _quantizer(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """A quantizer by its operator, whose sums are always float32."""
+    """A quantizer by its operator, which has no None among its results."""
 
     def run(x: Tensor, *settings: Any) -> tuple[Tensor | None, ...]:
         *others, sums, dtype = settings
-        *results, total = operator(x, *others, sums)
-        return *results, total.to(dtype) if sums else None
+        *results, total = operator(x, *others, sums, dtype=dtype)
+        return *results, total if sums else None
 
     return run
 
