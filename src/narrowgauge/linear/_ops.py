@@ -392,7 +392,7 @@ def _seen(field: str, adapted: Any) -> Any:
 
     def rule(*args: Any, **named: Any) -> Any:
         x = args[0]
-        if x.device.type != "cuda" or no_kernels(x.device, torch.int8) is not None:
+        if _DIRECT.get(x.device.type) is not CUDA or no_kernels(x.device, torch.int8) is not None:
             return None
         if _fuses(field, args):
             return adapted(_PLAIN_OPERATIONS[field])(*args, **named)
