@@ -22,6 +22,7 @@ from narrowgauge._torch_private import (
     local_tensor,
     operators_observed,
     optimizer_hooks,
+    without_modes,
 )
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "narrowgauge"
@@ -32,6 +33,8 @@ NAMES = {
     "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks", "_optimizer_step_pre_hooks", "_global_optimizer_pre_hooks",
     "_len_torch_dispatch_stack", "_are_functorch_transforms_active", "_get_tracing_state",
+    "_disable_current_modes", "_functorch", "_higher_order_ops", "FunctionalTensorMode",
+    "triton_kernel_wrapper_functional",
 }  # fmt: skip
 
 
@@ -95,6 +98,8 @@ def test_modes_and_transforms_are_seen() -> None:
     assert not operators_observed()
     with TorchDispatchMode():
         assert operators_observed()
+        with without_modes():
+            assert not operators_observed()
     assert torch.vmap(lambda x: x + operators_observed())(torch.zeros(2)).tolist() == [1, 1]
 
 

@@ -47,7 +47,7 @@ def numbers(run: Callable[[Tensor], Tensor], layer: nn.Module, x: Tensor) -> lis
     ("name", "dtype", "launched"),
     [
         ("SWITCHBACK", torch.float32, 4),
-        ("SWITCHBACK_M", torch.bfloat16, 4),
+        pytest.param("SWITCHBACK_M", torch.bfloat16, 4, marks=pytest.mark.slow),
         pytest.param("LLM_INT8", torch.float32, 9, marks=pytest.mark.slow),
         ("TENSORWISE_FP8", torch.float32, 10),
     ],
