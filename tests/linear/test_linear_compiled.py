@@ -11,7 +11,7 @@ from test_linear_matmuls import PLANS
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
-from narrowgauge.linear import LowPrecisionLinear
+from narrowgauge.linear import LowPrecisionLinear, _ops
 
 pytest.importorskip("triton", reason="triton is not installed: there are no kernels")
 # Torch's own, while it traces an autograd function.
@@ -78,3 +78,15 @@ def test_sizes_that_may_change_keep_the_operators_of_kernels(kernels: str) -> No
     names = traced.names()
     assert "narrowgauge.multiply_codes.default" in names
     assert "narrowgauge.quantize_rows.default" not in names  # torch's operations are for any sizes
+
+
+@pytest.mark.parametrize("form", ["int8", "e4m3", "e5m2"])
+def test_operations_that_are_fused_are_the_specification(form: str) -> None:
+    """Rows of all magnitudes, of zeros, with numbers that are not finite, and with halves between two codes."""
+    x = torch.randn(256, 40) * torch.logspace(-40, 38, 256)[:, None]
+    x[0], x[1, 2], x[2, 3], x[3, 4] = 0, torch.inf, -torch.inf, torch.nan
+    x[4:8] = torch.arange(160).reshape(4, 40) / 2 - 40
+    for matrix in (x, x.bfloat16(), x.half(), x[:, :1]):
+        got, wanted = (run(matrix, form, True) for run in (_ops._plain_rows, _ops.EAGER.quantize_rows))
+        for one, other in zip(got, wanted, strict=True):
+            assert torch.equal(one.float().nan_to_num(nan=-1e9), other.float().nan_to_num(nan=-1e9))

@@ -31,6 +31,7 @@ from narrowgauge.kernels import _triton
 from narrowgauge.kernels._triton import unavailable
 from narrowgauge.linear._quantize import (
     FORMATS,
+    SMALLEST_ABSMAX,
     Format,
     ScaledCodes,
     Scaling,
@@ -371,10 +372,21 @@ for _field, (_schema, _fake, _adapted) in _OPERATORS.items():
 
 
 def _plain_rows(x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32) -> Vectors:
-    """Operations that a compiler fuses into what comes before."""
-    own = largest_magnitude(x, "row", format)
-    # Compilers divide float32 less exactly than torch.
-    codes, scale = quantize_by(x, own, own, format, torch.float64)
+    """The codes and scales of `quantize`, in few operations that a compiler fuses into what comes before.
+
+    Compilers divide float32 less exactly than torch. Rounded to float64 and then to float32 a quotient is the same.
+    Nothing is beyond its own absmax, and what a rounded inverse takes beyond the largest code is rounded to it.
+    """
+    target, values, own = FORMATS[format], x.to(torch.float32), largest_magnitude(x, "row", format)
+    usable = (own >= SMALLEST_ABSMAX) & (own < torch.inf)
+    wide = own.to(torch.float64)
+    inverse = torch.where(usable, (target.largest / wide).to(torch.float32), 0.0)
+    scale = torch.where(usable, (wide / target.largest).to(torch.float32), 0.0)
+    if target.floats is None:
+        scale = torch.where(own < torch.inf, scale, torch.nan)
+        codes = torch.where(inverse > 0, values * inverse, 0.0).round().to(target.dtype)
+    else:
+        codes = (values * inverse + values * 0.0).to(target.dtype)  # inf and NaN are NaN
     return codes, scale, _sums(x, sums, dtype)
 
 

@@ -124,21 +124,15 @@ def quantize(x: Tensor, scaling: Scaling, format: Format = "int8", absmax: Tenso
     return quantize_by(x, own, own if absmax is None else absmax, format)
 
 
-def quantize_by(
-    x: Tensor, own: Tensor, absmax: Tensor, format: Format, division: torch.dtype = torch.float32
-) -> ScaledCodes:
-    """A matrix in eight bits by an absmax; `own` is its `largest_magnitude`, of the same shape.
-
-    With `division` float64 the quotients are the same: rounded to 53 bits and then to 24 they are rounded as once.
-    """
+def quantize_by(x: Tensor, own: Tensor, absmax: Tensor, format: Format) -> ScaledCodes:
+    """A matrix in eight bits by an absmax; `own` is its `largest_magnitude`, of the same shape."""
     # Two comparisons that NaN fails: in int8 the own absmax shows inf and NaN, whichever absmax is used.
     usable = (absmax >= SMALLEST_ABSMAX) & (own < torch.inf)
     target = FORMATS[format]
     # A tensor, because torch divides a number by a tensor, and on a GPU a tensor by a number, in two roundings.
-    divided = absmax.to(division)
-    largest = torch.full_like(divided, target.largest)
-    inverse = torch.where(usable, (largest / divided).to(torch.float32), 0.0)
-    scale = torch.where(usable, (divided / largest).to(torch.float32), 0.0)
+    largest = torch.full_like(absmax, target.largest)
+    inverse = torch.where(usable, largest / absmax, 0.0)
+    scale = torch.where(usable, absmax / largest, 0.0)
     x, inverse = x.to(torch.float32), spread(inverse, x.shape)
     if target.floats is None:
         scale = torch.where(own < torch.inf, scale, torch.nan)
