@@ -46,9 +46,9 @@ def numbers(run: Callable[[Tensor], Tensor], layer: nn.Module, x: Tensor) -> lis
 @pytest.mark.parametrize(
     ("name", "dtype", "launched"),
     [
-        ("SWITCHBACK", torch.float32, 4),
-        pytest.param("SWITCHBACK_M", torch.bfloat16, 4, marks=pytest.mark.slow),
-        pytest.param("LLM_INT8", torch.float32, 9, marks=pytest.mark.slow),
+        ("SWITCHBACK", torch.float32, 6),
+        pytest.param("SWITCHBACK_M", torch.bfloat16, 6, marks=pytest.mark.slow),
+        pytest.param("LLM_INT8", torch.float32, 11, marks=pytest.mark.slow),
         ("TENSORWISE_FP8", torch.float32, 10),
     ],
 )
@@ -63,9 +63,8 @@ def test_a_graph_has_kernels_and_gives_the_numbers_of_eager_ones(
     names = traced.names()
     assert not [one for one in names if one.startswith("narrowgauge")]
     assert names.count("triton_kernel_wrapper_functional") == launched
-    for one, other in zip(got[:3], wanted[:3], strict=True):
+    for one, other in zip(got, wanted, strict=True):
         assert torch.equal(one, other)
-    assert torch.allclose(got[3], wanted[3], rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)  # summed in any order
 
 
 def test_sizes_that_may_change_keep_the_operators_of_kernels(kernels: str) -> None:

@@ -395,8 +395,11 @@ _PLAIN_OPERATIONS: dict[str, Any] = {"quantize_rows": _plain_rows, "dequantize":
 
 
 def _fuses(field: str, args: Sequence[Any]) -> bool:
-    """Whether a compiler does better with operations that it fuses than with a kernel."""
-    return field in _PLAIN_OPERATIONS
+    """Whether a compiler does better with operations that it fuses than with a kernel.
+
+    It reads a matrix again for sums of columns, which a kernel of ours takes with it.
+    """
+    return field == "dequantize" or (field == "quantize_rows" and not args[2])
 
 
 def _seen(field: str, adapted: Any) -> Any:
