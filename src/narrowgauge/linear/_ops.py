@@ -20,7 +20,7 @@ are the same.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -371,13 +371,18 @@ for _field, (_schema, _fake, _adapted) in _OPERATORS.items():
 # What a compiler sees of them on CUDA devices
 
 
-def _plain_rows(x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch.float32) -> Vectors:
-    """The codes and scales of `quantize`, in few operations that a compiler fuses into what comes before.
+# Elements up to which a matrix is quantized with one scale by operations: of most weights, whose quantization takes
+# less on a GPU than the launches of two kernels take on a host. Generated kernels are launched with less.
+_FEW = 1 << 24
 
-    Compilers divide float32 less exactly than torch. Rounded to float64 and then to float32 a quotient is the same.
+
+def _plain_tensor(x: Tensor, format: Format, straight: bool, transposed: bool) -> Tensors:
+    """The codes, scale and absmax of `_eager_tensor`, in few operations, for compilers.
+
+    They divide float32 less exactly than torch. Rounded to float64 and then to float32 a quotient is the same.
     Nothing is beyond its own absmax, and what a rounded inverse takes beyond the largest code is rounded to it.
     """
-    target, values, own = FORMATS[format], x.to(torch.float32), largest_magnitude(x, "row", format)
+    target, values, own = FORMATS[format], x.to(torch.float32), largest_magnitude(x, "tensor", format)
     usable = (own >= SMALLEST_ABSMAX) & (own < torch.inf)
     wide = own.to(torch.float64)
     inverse = torch.where(usable, (target.largest / wide).to(torch.float32), 0.0)
@@ -387,19 +392,23 @@ def _plain_rows(x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torc
         codes = torch.where(inverse > 0, values * inverse, 0.0).round().to(target.dtype)
     else:
         codes = (values * inverse + values * 0.0).to(target.dtype)  # inf and NaN are NaN
-    return codes, scale, _sums(x, sums, dtype)
+    none = _codes(x, format, 0, 0)
+    turned = _transposed(codes) if transposed else none
+    return codes.contiguous() if straight else none.clone(), turned, scale, own, None
 
 
-# By the operation, operations of torch that a compiler traces in place of kernels.
-_PLAIN_OPERATIONS: dict[str, Any] = {"quantize_rows": _plain_rows, "dequantize": _eager_dequantize}
+def _plainly(field: str, args: tuple[Any, ...]) -> Any:
+    """An operation in torch's, where a compiler does better with them; None where it does not.
 
-
-def _fuses(field: str, args: Sequence[Any]) -> bool:
-    """Whether a compiler does better with operations that it fuses than with a kernel.
-
-    It reads a matrix again for sums of columns, which a kernel of ours takes with it.
+    Rows stay kernels. Joined with the activation before it, their quantization takes longer than both apart.
     """
-    return field == "dequantize" or (field == "quantize_rows" and not args[2])
+    if field == "dequantize":
+        return _eager_dequantize(*args)
+    if field == "quantize_tensor":
+        x, average, format, straight, transposed, sums = args
+        if average is None and not sums and 0 < x.numel() <= _FEW:
+            return _complete(lambda x, *rest: _plain_tensor(x, *rest[:-1]))(x, format, straight, transposed)
+    return None
 
 
 def _seen(field: str, adapted: Any) -> Any:
@@ -409,12 +418,13 @@ def _seen(field: str, adapted: Any) -> Any:
         x = args[0]
         if _DIRECT.get(x.device.type) is not CUDA or no_kernels(x.device, torch.int8) is not None:
             return None
-        if _fuses(field, args):
-            return adapted(_PLAIN_OPERATIONS[field])(*args, **named)
         at = [number for number, arg in enumerate(args) if isinstance(arg, Tensor)]
         sizes = [size for number in at for size in (*args[number].shape, *args[number].stride())]
         if not all(isinstance(size, int) for size in sizes):
             return None
+        plain = _plainly(field, args)
+        if plain is not None:
+            return plain
 
         def whole(*tensors: Any) -> list[Tensor]:
             filled = dict(zip(at, tensors, strict=True))
