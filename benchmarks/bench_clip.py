@@ -5,10 +5,10 @@ The models are transformers', with open_clip's sizes and random weights; images 
 patches are dropped, each block is checkpointed, parameters, activations and gradients are bf16. There is one model
 and one optimizer: the layers of its blocks are swapped in place, so that every side steps the same tensors, and the
 sides take turns, round by round. With `--compile` each block is compiled by itself: blocks of a tower share what
-was compiled for the first. With `--graph` a step of each side is captured as a CUDA graph as well, and replays
-are timed: the device's work alone, where the host launches more slowly than the device works. With `--filter` a
-plan is for the layers that `swap_linears` measures as faster launched, and in a graph for those that are faster by
-the device's work.
+was compiled for the first; with `--whole` the model is compiled as one graph. With `--graph` a step of each side is
+captured as a CUDA graph as well, and replays are timed: the device's work alone, where the host launches more
+slowly than the device works. With `--filter` a plan is for the layers that `swap_linears` measures as faster
+launched, and in a graph for those that are faster by the device's work.
 
     python benchmarks/bench_clip.py --compile [--graph] [--models vit-h-14] [--plans SWITCHBACK:int8] [--json FILE]
     python benchmarks/bench_clip.py --check        # a tiny model, in seconds, on a CPU too
@@ -107,9 +107,9 @@ def bench(
     if args.compile:
         mode = {} if args.mode == "default" else {"mode": args.mode}
         torch._dynamo.config.recompile_limit = _GRAPHS
-        for encoder in encoders(model):
-            for block in encoder.layers:
-                block.compile(backend=args.compile, dynamic=False, **mode)
+        blocks = [block for encoder in encoders(model) for block in encoder.layers]
+        for module in [model] if args.whole else blocks:
+            module.compile(backend=args.compile, dynamic=False, **mode)
 
     def step(capturing: bool = False) -> None:
         if args.mode == "reduce-overhead":
@@ -121,7 +121,7 @@ def bench(
         optimizer.step()
 
     counts = clip_rows(of, args.batch, args.patch_dropout) if args.filter else None
-    asked = {"batch": args.batch, "filter": args.filter, "graph": args.graph, "mode": args.mode}
+    asked = {name: getattr(args, name) for name in ("batch", "filter", "graph", "mode", "whole")}
     shown = dataclasses.asdict(of) | asked
     found: dict[str, Any] = {"settings": shown, "rows": {}}
     rows, ready, reports = found["rows"], [], {}
@@ -238,6 +238,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile every block (inductor)"
     )
+    parser.add_argument("--whole", action="store_true", help="compile the model instead of every block")
     parser.add_argument(
         "--mode", choices=("default", "reduce-overhead"), default="default",
         help="of inductor; reduce-overhead replays each block as a CUDA graph",
@@ -274,6 +275,8 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
         parser.error(
             f"--mode must be default but with --compile alone (no --graph, no other backend), got {args.mode!r}"
         )
+    if args.whole and (not args.compile or args.graph):
+        parser.error("--whole must be given with --compile, and without --graph")
     if args.graph and device.type != "cuda":
         parser.error(f"--graph must be given with a CUDA device, got {device.type!r}")
     if args.resume and args.json is None:

@@ -4,9 +4,10 @@ Every process has its share of each step's windows, of random tokens, and a whol
 (FSDP2). `alone` is the same step without anybody: what the others are to come near. Rows of torch's AdamW, fused
 and on bf16 weights, say what of the time is torch's engine. Times are the slowest process's. Beside each step: what
 a process holds in weights, gradients and states, and its peak; what its collectives sent in one step; and a
-checkpoint's bytes and seconds. `studies/scale.py` sets its calculation beside these.
+checkpoint's bytes and seconds. `studies/scale.py` sets its calculation beside these. With `--compile` each block of
+the model is compiled, in every row.
 
-    torchrun --nproc-per-node 4 benchmarks/bench_data_parallel.py [--model gpt2-medium] [--json FILE]
+    torchrun --nproc-per-node 4 benchmarks/bench_data_parallel.py [--model gpt2-medium] [--compile] [--json FILE]
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def bandwidth(device: torch.device, repeats: int) -> float:
 
 
 def measured(
-    name: str, settings: TrainSettings, vocabulary: int, device: torch.device, repeats: int
+    name: str, settings: TrainSettings, vocabulary: int, device: torch.device, repeats: int, compiled: bool
 ) -> dict[str, Any]:
     """One row."""
     changes, options = ROWS[name]
@@ -114,6 +115,10 @@ def measured(
     if name.endswith(TORCHS):
         fused: Any = torch.optim.AdamW(parts.model.parameters(), 1e-4, fused=True)
         parts = replace(parts, optimizer=fused)
+    if compiled:
+        torch._dynamo.reset()
+        for block in blocks(parts.model):
+            block.forward = torch.compile(block.forward, dynamic=False)  # FSDP2's hooks stay outside
     hook = None
     if options is not None:
         hook = compressed_allreduce_hook(**options)
@@ -174,6 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=50257, help="GPT-2's, if nothing else is said")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--compile", action="store_true", help="compile each block")
     parser.add_argument("--only", help="comma-separated parts of names of rows")
     args = parser.parse_args(arguments)
     cuda = torch.cuda.is_available()
@@ -181,7 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     ranks, first = dist.get_world_size(), dist.get_rank() == 0
     results: dict[str, Any] = {
-        "command": f"torchrun --nproc-per-node {ranks} benchmarks/bench_data_parallel.py --model {args.model}",
+        "command": f"torchrun --nproc-per-node {ranks} benchmarks/bench_data_parallel.py --model {args.model}"
+        + " --compile" * args.compile,
         "device": torch.cuda.get_device_name(device) if cuda else platform.processor(), "torch": torch.__version__,
         "ranks": ranks, "model": args.model, "batch": args.batch * ranks, "sequence": args.sequence,
         "bus_bytes_per_second": bandwidth(device, args.repeats), "rows": {},
@@ -196,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         if args.only and not any(part in name for part in args.only.split(",")):
             continue
         settings = TrainSettings(**(given | changes))
-        row = measured(name, settings, args.vocabulary, device, args.repeats)
+        row = measured(name, settings, args.vocabulary, device, args.repeats, args.compile)
         if cuda:
             torch.cuda.empty_cache()
         results["rows"][name] = {"recipe": settings.recipe, **row}

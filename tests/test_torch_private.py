@@ -23,6 +23,7 @@ from narrowgauge._torch_private import (
     operators_observed,
     optimizer_hooks,
     packs,
+    without_modes,
 )
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "narrowgauge"
@@ -34,6 +35,8 @@ NAMES = {
     "_optimizer_load_state_dict_post_hooks", "_optimizer_step_pre_hooks", "_global_optimizer_pre_hooks",
     "_len_torch_dispatch_stack", "_are_functorch_transforms_active", "_get_tracing_state",
     "_saved_tensors_hooks_is_enabled", "_top_saved_tensors_default_hooks",
+    "_disable_current_modes", "_functorch", "_higher_order_ops", "FunctionalTensorMode",
+    "triton_kernel_wrapper_functional",
 }  # fmt: skip
 
 
@@ -97,6 +100,8 @@ def test_modes_and_transforms_are_seen() -> None:
     assert not operators_observed()
     with TorchDispatchMode():
         assert operators_observed()
+        with without_modes():
+            assert not operators_observed()
     assert torch.vmap(lambda x: x + operators_observed())(torch.zeros(2)).tolist() == [1, 1]
 
 

@@ -7,7 +7,8 @@ function raises and names the attribute and the torch version, so that nothing g
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -53,6 +54,70 @@ def packs() -> Any:
         return False
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]
+
+
+def when_traced(operator: str, rule: Callable[..., Any], library: Any) -> None:
+    """Have a rule say what a compiler sees in place of an operator, once it knows shapes and gradients.
+
+    Args:
+        operator: its name, with the namespace.
+        rule: takes the operator's arguments and returns its results, or None to leave it as it is.
+        library: of the operator.
+    """
+    from torch._functorch import config
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+    def decompose(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        made = None
+        # A program that is exported keeps operators, as it keeps those of `torch.library.triton_op`.
+        if getattr(config, "decompose_custom_triton_ops", True):
+            with mode:
+                made = rule(*args, **(kwargs or {}))
+        return mode.__torch_dispatch__(op, types, args, kwargs) if made is None else made
+
+    torch.library.register_torch_dispatch(operator, FunctionalTensorMode, decompose, lib=library)
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """A context that no mode sees into."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    context: AbstractContextManager[Any] = _disable_current_modes()
+    return context
+
+
+def kernel_node(
+    kernel: Any,
+    grid: tuple[int, ...],
+    given: Mapping[str, Any],
+    written: list[str],
+    blocks: Mapping[str, list[int]],
+) -> dict[str, Tensor]:
+    """A Triton kernel as a node of the graph that is being traced: it returns what the kernel would write.
+
+    `torch.library.wrap_triton` does the same, without descriptors, and compiles a kernel at each call to find out
+    what it writes.
+
+    Args:
+        kernel: as `triton.autotune` returns it, of one configuration.
+        grid: programs along three sides.
+        given: all of its arguments, by name.
+        written: the names of tensors that it writes.
+        blocks: of each tensor that it takes as a descriptor, the sides of what is copied at once.
+    """
+    from torch._higher_order_ops import triton_kernel_wrap as wrap
+
+    graphed = {name: value for name, value in given.items() if value is not None}
+    absent = {name: None for name, value in given.items() if value is None}
+    made: dict[str, Tensor] = wrap.triton_kernel_wrapper_functional(
+        kernel_idx=wrap.kernel_side_table.add_kernel(kernel),
+        constant_args_idx=wrap.kernel_side_table.add_constant_args(absent),
+        grid=[grid],
+        tma_descriptor_metadata={name: wrap.create_tma_stable_metadata([*sides]) for name, sides in blocks.items()},
+        kwargs=graphed,
+        tensors_to_clone=written,
+    )
+    return made
 
 
 # What a tensor subclass has for `__torch_function__` if `__torch_dispatch__` is all that it changes.

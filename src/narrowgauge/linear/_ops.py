@@ -27,11 +27,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from narrowgauge._torch_private import operators_observed
+from narrowgauge._torch_private import operators_observed, when_traced
 from narrowgauge.kernels import _triton
 from narrowgauge.kernels._triton import unavailable
 from narrowgauge.linear._quantize import (
     FORMATS,
+    SMALLEST_ABSMAX,
     Format,
     ScaledCodes,
     Scaling,
@@ -106,6 +107,10 @@ def _floats(x: Tensor, *shape: int) -> Tensor:
     return x.new_empty(shape, dtype=torch.float32)
 
 
+def _summed(x: Tensor, sums: bool, dtype: torch.dtype | None) -> Tensor:
+    return x.new_empty((x.shape[1] if sums else 0,), dtype=dtype or torch.float32)
+
+
 def _transposed(codes: Tensor) -> Tensor:
     # Not `.contiguous()`, which returns a single row or column itself: an operator must not return a view.
     return codes.t().clone(memory_format=torch.contiguous_format)
@@ -132,9 +137,11 @@ def _cuda_rows(x: Tensor, format: Format, sums: bool, dtype: torch.dtype = torch
     return codes, *_modules()[0].quantize_rows(x, format, codes, sums, dtype)
 
 
-def _fake_rows(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_rows(
+    x: Tensor, format: Format, sums: bool, *, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = x.shape
-    return _codes(x, format, rows, columns), _floats(x, rows, 1), _floats(x, columns if sums else 0)
+    return _codes(x, format, rows, columns), _floats(x, rows, 1), _summed(x, sums, dtype)
 
 
 # Columns
@@ -157,9 +164,11 @@ def _cuda_columns(x: Tensor, format: Format, sums: bool, dtype: torch.dtype = to
     return transposed, *_modules()[1].quantize_columns(x, format, transposed, sums, dtype)
 
 
-def _fake_columns(x: Tensor, format: Format, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_columns(
+    x: Tensor, format: Format, sums: bool, *, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = x.shape
-    return _codes(x, format, columns, rows), _floats(x, 1, columns), _floats(x, columns if sums else 0)
+    return _codes(x, format, columns, rows), _floats(x, 1, columns), _summed(x, sums, dtype)
 
 
 # Tensor
@@ -200,10 +209,11 @@ def _cuda_tensor(
 
 
 def _fake_tensor(
-    x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool
-) -> tuple[Tensor, ...]:
+    x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool, *,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     codes = _both_codes(x, format, straight, transposed)
-    return *codes, _floats(x, 1, 1), _floats(x, 1, 1), _floats(x, x.shape[1] if sums else 0)
+    return *codes, _floats(x, 1, 1), _floats(x, 1, 1), _summed(x, sums, dtype)
 
 
 # Blocks
@@ -266,10 +276,12 @@ def _cuda_blocks(
     return codes, scale, turned, turned_scale, total
 
 
-def _fake_blocks(x: Tensor, straight: str, transposed: str, format: str, sums: bool) -> tuple[Tensor, ...]:
+def _fake_blocks(
+    x: Tensor, straight: str, transposed: str, format: str, sums: bool, *, dtype: torch.dtype | None = None
+) -> tuple[Tensor, ...]:
     codes, turned = _both_codes(x, format, bool(straight), bool(transposed))
     one, other = _block_scales(x, straight, False), _block_scales(x, transposed, True)
-    return codes, one, turned, other, _floats(x, x.shape[1] if sums else 0)
+    return codes, one, turned, other, _summed(x, sums, dtype)
 
 
 # Multiply
@@ -348,11 +360,11 @@ CUDA = Operations(_cuda_rows, _cuda_columns, _cuda_tensor, _cuda_blocks, _cuda_d
 
 
 def _complete(run: Any) -> Any:
-    """A quantizer as an operator, which returns an empty tensor instead of None for sums."""
+    """A quantizer as an operator, which returns an empty tensor instead of None for sums, float32 if not told."""
 
-    def quantizer(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        *results, total = run(x, *rest)
-        return *results, _floats(x, 0) if total is None else total
+    def quantizer(x: Tensor, *rest: Any, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+        *results, total = run(x, *rest, dtype or torch.float32)
+        return *results, _summed(x, False, dtype) if total is None else total
 
     return quantizer
 
@@ -374,17 +386,19 @@ def _fake_product(
 # By the operation: the operator's name and signature, its shapes, and what makes an operator of the function.
 _OPERATORS: dict[str, tuple[str, Any, Any]] = {
     "quantize_rows": (
-        "quantize_rows(Tensor x, str format, bool sums) -> (Tensor, Tensor, Tensor)", _fake_rows, _complete
+        "quantize_rows(Tensor x, str format, bool sums, *, ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)",
+        _fake_rows, _complete,
     ),
     "quantize_columns": (
-        "quantize_columns(Tensor x, str format, bool sums) -> (Tensor, Tensor, Tensor)", _fake_columns, _complete
+        "quantize_columns(Tensor x, str format, bool sums, *, ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)",
+        _fake_columns, _complete,
     ),
     "quantize_tensor": (
-        "quantize_tensor(Tensor x, Tensor? average, str format, bool straight, bool transposed, bool sums) -> "
-        "(Tensor, Tensor, Tensor, Tensor, Tensor)", _fake_tensor, _complete,
+        "quantize_tensor(Tensor x, Tensor? average, str format, bool straight, bool transposed, bool sums, *, "
+        "ScalarType? dtype=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _fake_tensor, _complete,
     ),
     "quantize_blocks": (
-        "quantize_blocks(Tensor x, str straight, str transposed, str format, bool sums) -> "
+        "quantize_blocks(Tensor x, str straight, str transposed, str format, bool sums, *, ScalarType? dtype=None) -> "
         "(Tensor, Tensor, Tensor, Tensor, Tensor)", _fake_blocks, _complete,
     ),
     "dequantize": (
@@ -404,6 +418,86 @@ for _field, (_schema, _fake, _adapted) in _OPERATORS.items():
     _LIBRARY.impl(_name, _adapted(getattr(CUDA, _field)), "CUDA")
     torch.library.register_fake(f"narrowgauge::{_name}", _fake, lib=_LIBRARY)
 
+
+# What a compiler sees of them on CUDA devices
+
+
+# Elements up to which a matrix is quantized with one scale by operations: of most weights, whose quantization takes
+# less on a GPU than the launches of two kernels take on a host. Generated kernels are launched with less.
+_FEW = 1 << 24
+
+
+def _plain_tensor(x: Tensor, format: Format, straight: bool, transposed: bool) -> Tensors:
+    """The codes, scale and absmax of `_eager_tensor`, in few operations, for compilers.
+
+    They divide float32 less exactly than torch. Rounded to float64 and then to float32 a quotient is the same.
+    Nothing is beyond its own absmax, and what a rounded inverse takes beyond the largest code is rounded to it.
+    """
+    target, values, own = FORMATS[format], x.to(torch.float32), largest_magnitude(x, "tensor", format)
+    usable = (own >= SMALLEST_ABSMAX) & (own < torch.inf)
+    wide = own.to(torch.float64)
+    inverse = torch.where(usable, (target.largest / wide).to(torch.float32), 0.0)
+    scale = torch.where(usable, (wide / target.largest).to(torch.float32), 0.0)
+    if target.floats is None:
+        scale = torch.where(own < torch.inf, scale, torch.nan)
+        codes = torch.where(inverse > 0, values * inverse, 0.0).round().to(target.dtype)
+    else:
+        codes = (values * inverse + values * 0.0).to(target.dtype)  # inf and NaN are NaN
+    none = _codes(x, format, 0, 0)
+    turned = _transposed(codes) if transposed else none
+    return codes.contiguous() if straight else none.clone(), turned, scale, own, None
+
+
+def _plainly(field: str, args: tuple[Any, ...]) -> Any:
+    """An operation in torch's, where a compiler does better with them; None where it does not.
+
+    Rows stay kernels. Joined with the activation before it, their quantization takes longer than both apart.
+    """
+    if field == "dequantize":
+        return _eager_dequantize(*args)
+    if field == "quantize_tensor":
+        x, average, format, straight, transposed, sums = args
+        if average is None and not sums and 0 < x.numel() <= _FEW:
+            return _complete(lambda x, *rest: _plain_tensor(x, *rest[:-1]))(x, format, straight, transposed)
+    return None
+
+
+def _seen(field: str, adapted: Any) -> Any:
+    """The rule of an operator."""
+
+    def rule(*args: Any, **named: Any) -> Any:
+        x = args[0]
+        if _DIRECT.get(x.device.type) is not CUDA or no_kernels(x.device, torch.int8) is not None:
+            return None
+        at = [number for number, arg in enumerate(args) if isinstance(arg, Tensor)]
+        sizes = [size for number in at for size in (*args[number].shape, *args[number].stride())]
+        if not all(isinstance(size, int) for size in sizes):
+            return None
+        plain = _plainly(field, args)
+        if plain is not None:
+            return plain
+
+        def whole(*tensors: Any) -> list[Tensor]:
+            filled = dict(zip(at, tensors, strict=True))
+            made = adapted(getattr(CUDA, field))(*(filled.get(n, arg) for n, arg in enumerate(args)), **named)
+            return list(made) if isinstance(made, tuple) else [made]
+
+        made = _traced()([args[number] for number in at], whole)
+        return made if made is None or len(made) > 1 else made[0]
+
+    return rule
+
+
+@functools.cache
+def _traced() -> Any:
+    from narrowgauge.kernels._linear._traced import traced
+
+    return traced
+
+
+for _field, (_schema, _, _adapted) in _OPERATORS.items():
+    when_traced(f"narrowgauge::{_schema.partition('(')[0]}", _seen(_field, _adapted), _LIBRARY)
+
 quantize_rows = torch.ops.narrowgauge.quantize_rows.default
 quantize_columns = torch.ops.narrowgauge.quantize_columns.default
 quantize_tensor = torch.ops.narrowgauge.quantize_tensor.default
@@ -416,12 +510,12 @@ multiply_codes = torch.ops.narrowgauge.multiply_codes.default
 
 
 def _quantizer(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """A quantizer by its operator, whose sums are always float32."""
+    """A quantizer by its operator, which has no None among its results."""
 
     def run(x: Tensor, *settings: Any) -> tuple[Tensor | None, ...]:
         *others, sums, dtype = settings
-        *results, total = operator(x, *others, sums)
-        return *results, total.to(dtype) if sums else None
+        *results, total = operator(x, *others, sums, dtype=dtype)
+        return *results, total if sums else None
 
     return run
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from narrowgauge.kernels._codec import KINDS
 from narrowgauge.kernels._launches import BoundLaunch, CachedKernel
 from narrowgauge.kernels._linear._sizes import over, power_above, words
-from narrowgauge.kernels._step._floats import narrow
+from narrowgauge.kernels._step._floats import narrow, words_at
 
 _HEIGHT, _WIDTH, _WARPS = 8, 512, 4
 _BLOCK = 128
@@ -52,7 +52,7 @@ def _dequantize(
         factor = tl.load(scale + across, mask=across < columns, other=0.0)[None, :]
     else:
         factor = tl.load(scale)
-    words = narrow(values * factor, KIND)
+    words = words_at(result, narrow(values * factor, KIND))
     if TALL and WIDE:
         tl.store(result + at + inside, words)
     else:

@@ -4,7 +4,7 @@
 Magnitudes are compared as integers: the bits of a float32 without its sign order as the number does, with infinity
 above all numbers and NaN above infinity. So one maximum finds the absmax and what is not finite.
 
-Kernels that call this are compiled without fusing products into sums: a product is rounded before it is a code.
+A product is rounded before it is a code, also where a compiler fuses products into sums.
 """
 
 from __future__ import annotations
@@ -12,7 +12,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from narrowgauge.kernels._step._floats import ASSEMBLY, FLOAT8, INTERPRETED, ROUNDER, bits_of, to_e4m3
+from narrowgauge.kernels._step._floats import (
+    ASSEMBLY,
+    FLOAT8,
+    INTERPRETED,
+    ROUNDER,
+    bits_of,
+    rounded_product,
+    to_e4m3,
+)
 
 LARGEST = {"int8": 127.0, "e4m3": 448.0, "e5m2": 57344.0}
 _EXPONENT = tl.constexpr(1 << 23)
@@ -59,10 +67,12 @@ def scales(own, absmax, FORMAT: tl.constexpr, LARGEST: tl.constexpr):
 @triton.jit
 def encode(x, inverse, FORMAT: tl.constexpr, LARGEST: tl.constexpr, SATURATE: tl.constexpr):
     """8-bit codes, int8 or the bits of a float8 in uint8. SATURATE where the absmax was not x's own."""
-    scaled = x * inverse
     if FORMAT == "int8":
         # Where the inverse is zero x may be infinite.
-        scaled = tl.where(inverse > 0.0, scaled, 0.0)
+        scaled = tl.where(inverse > 0.0, rounded_product(x, inverse), 0.0)
+    else:
+        # Joined with the zero that is added, a product is rounded as without it.
+        scaled = x * inverse
     if SATURATE:
         scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
     if FORMAT == "int8":

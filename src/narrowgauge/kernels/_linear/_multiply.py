@@ -29,7 +29,7 @@ from narrowgauge.kernels._codec import KINDS
 from narrowgauge.kernels._launches import BoundLaunch, CachedKernel, Describer
 from narrowgauge.kernels._linear._configs import MatmulConfig
 from narrowgauge.kernels._linear._sizes import over, words
-from narrowgauge.kernels._step._floats import INTERPRETED, narrow
+from narrowgauge.kernels._step._floats import INTERPRETED, narrow, rounded_product, words_at
 
 
 @triton.jit
@@ -71,7 +71,9 @@ def _finish(
             other = tl.load(right_scale + across, mask=across < columns, other=0.0)[None, :]
     else:
         other = tl.load(right_scale)
-    return _with_bias(total.to(tl.float32) * (one * other), across, columns, bias, BIAS, WIDE)
+    # A product that no compiler joins with the sum.
+    result = rounded_product(total.to(tl.float32), one * other)
+    return _with_bias(result, across, columns, bias, BIAS, WIDE)
 
 
 @triton.jit
@@ -167,9 +169,9 @@ def _by_pointers(
                          LEFT, RIGHT, BIAS, TALL, WIDE)  # fmt: skip
     at = result + down.to(tl.int64)[:, None] * columns + across[None, :]
     if TALL and WIDE:
-        tl.store(at, narrow(values, KIND))
+        tl.store(at, words_at(at, narrow(values, KIND)))
     else:
-        tl.store(at, narrow(values, KIND), mask=(down < rows)[:, None] & (across < columns)[None, :])
+        tl.store(at, words_at(at, narrow(values, KIND)), mask=(down < rows)[:, None] & (across < columns)[None, :])
 
 
 @triton.jit
@@ -199,15 +201,21 @@ def _by_descriptors(
             across = tile_column * COLUMNS + tl.arange(0, HALF)
             values = _finish(one, down, across, rows, columns, left_scale, right_scale, bias,
                              LEFT, RIGHT, BIAS, TALL, WIDE)  # fmt: skip
-            result.store([tile_row * ROWS, tile_column * COLUMNS], narrow(values, KIND))
+            result.store(
+                [tile_row * ROWS, tile_column * COLUMNS], narrow(values, KIND).to(result.dtype, bitcast=True)
+            )
             values = _finish(other, down, across + HALF, rows, columns, left_scale, right_scale, bias,
                              LEFT, RIGHT, BIAS, TALL, WIDE)  # fmt: skip
-            result.store([tile_row * ROWS, tile_column * COLUMNS + HALF], narrow(values, KIND))
+            result.store(
+                [tile_row * ROWS, tile_column * COLUMNS + HALF], narrow(values, KIND).to(result.dtype, bitcast=True)
+            )
         else:
             across = tile_column * COLUMNS + tl.arange(0, COLUMNS)
             values = _finish(total, down, across, rows, columns, left_scale, right_scale, bias,
                              LEFT, RIGHT, BIAS, TALL, WIDE)  # fmt: skip
-            result.store([tile_row * ROWS, tile_column * COLUMNS], narrow(values, KIND))
+            result.store(
+                [tile_row * ROWS, tile_column * COLUMNS], narrow(values, KIND).to(result.dtype, bitcast=True)
+            )
 
 
 @triton.jit
@@ -244,10 +252,11 @@ def _blocks_by_descriptors(
                     )
                 more = _add_block(more, product, one, other, LEFT, RIGHT)
         across = column + tl.arange(0, PART)
-        result.store([row, column], narrow(_with_bias(total, across, columns, bias, BIAS, WIDE), KIND))
+        values = narrow(_with_bias(total, across, columns, bias, BIAS, WIDE), KIND)
+        result.store([row, column], values.to(result.dtype, bitcast=True))
         if HALVES:
-            values = _with_bias(more, across + PART, columns, bias, BIAS, WIDE)
-            result.store([row, column + PART], narrow(values, KIND))
+            values = narrow(_with_bias(more, across + PART, columns, bias, BIAS, WIDE), KIND)
+            result.store([row, column + PART], values.to(result.dtype, bitcast=True))
 
 
 _POINTERS, _DESCRIPTORS, _BLOCKS = map(CachedKernel, (_by_pointers, _by_descriptors, _blocks_by_descriptors))

@@ -45,13 +45,16 @@ class Recorded(Tensor):
     recorder: Recorder
     memory: int  # its number
     twin: Tensor  # on the meta device, looks the same
+    returned_by: (
+        tuple[Any, tuple[Any, ...], dict[str, Any]] | None
+    )  # the function that returned it, if it is a view
 
     @staticmethod
-    def __new__(cls, recorder: Recorder, memory: int, twin: Tensor) -> Recorded:
+    def __new__(cls, recorder: Recorder, memory: int, twin: Tensor, returned_by: Any = None) -> Recorded:
         made: Recorded = Tensor._make_wrapper_subclass(
             cls, twin.shape, twin.stride(), twin.storage_offset(), dtype=twin.dtype, device=recorder.device
         )
-        made.recorder, made.memory, made.twin = recorder, memory, twin
+        made.recorder, made.memory, made.twin, made.returned_by = recorder, memory, twin, returned_by
         return made
 
     def data_ptr(self) -> int:
@@ -133,7 +136,7 @@ class Recorder:
             if result.untyped_storage()._cdata == one.twin.untyped_storage()._cdata:
                 if result.storage_offset():
                     raise CannotRecord(f"{func.__name__}, which returns a part")
-                return Recorded(self, one.memory, result)
+                return Recorded(self, one.memory, result, (func, args, kwargs))
         self.handed_out.update(one.memory for one in of)
         self.allocated.append(None)
         made = Recorded(self, len(self.allocated) - 1, _twin(result))

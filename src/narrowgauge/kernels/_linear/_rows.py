@@ -23,7 +23,7 @@ from narrowgauge.kernels._launches import BoundLaunch, CachedKernel
 from narrowgauge.kernels._linear._encode import LARGEST, absmax_of, encode, magnitude, scales
 from narrowgauge.kernels._linear._sizes import over, power_above, words
 from narrowgauge.kernels._linear._tiles import add_up, sum_columns
-from narrowgauge.kernels._step._floats import float_of
+from narrowgauge.kernels._step._floats import float_of, words_at
 
 # Warps of programs that sum columns, which stay: two times eight for each multiprocessor of an H200. Their
 # partial sums are written and read once.
@@ -58,11 +58,11 @@ def _put(codes, values, row, rows, columns, FROM: tl.constexpr, HEIGHT: tl.const
     down = tl.arange(0, HEIGHT)[:, None]
     pointers = codes + row.to(tl.int64) * columns + (down * columns + across)
     if TALL and WIDE:
-        tl.store(pointers, values)
+        tl.store(pointers, words_at(pointers, values))
     elif TALL:
-        tl.store(pointers, values, mask=across < columns)
+        tl.store(pointers, words_at(pointers, values), mask=across < columns)
     else:
-        tl.store(pointers, values, mask=(row + down < rows) & (across < columns))
+        tl.store(pointers, words_at(pointers, values), mask=(row + down < rows) & (across < columns))
 
 
 @triton.jit
@@ -153,7 +153,8 @@ def _quantize_long_rows(
     while at < columns:
         here = at + across < columns
         values = tl.load(x + start + at + across, mask=here, other=0).to(tl.float32)
-        tl.store(codes + start + at + across, encode(values, inverse[:, None], FORMAT, LARGEST, False), mask=here)
+        coded = encode(values, inverse[:, None], FORMAT, LARGEST, False)
+        tl.store(codes + start + at + across, words_at(codes, coded), mask=here)
         at += WIDTH
 
 
@@ -202,7 +203,7 @@ def quantize_rows(
         launch(x.get_device(), addresses, lambda: (x, words(codes), scale))
         return scale, sum_columns(x, dtype) if sums else None
     if not sums:  # the kernel does not look at where they would go
-        launch(x.get_device(), (*addresses, addresses[2]), lambda: (x, words(codes), scale, scale))
+        launch(x.get_device(), (*addresses, 0), lambda: (x, words(codes), scale, None))
         return scale, None
     partial = x.new_empty((programs, columns), dtype=torch.float32)
     launch(x.get_device(), (*addresses, partial.data_ptr()), lambda: (x, words(codes), scale, partial))

@@ -25,7 +25,7 @@ from narrowgauge.kernels._codec import KINDS
 from narrowgauge.kernels._launches import BoundLaunch, CachedKernel
 from narrowgauge.kernels._linear._encode import LARGEST, absmax_of, encode, magnitude, scales, tile_maximum
 from narrowgauge.kernels._linear._sizes import over, power_above, words
-from narrowgauge.kernels._step._floats import float_of, narrow
+from narrowgauge.kernels._step._floats import float_of, narrow, words_at
 
 # Programs that look for the absmax, two for each multiprocessor of an H200, and the tile that they move down
 # the rows with.
@@ -106,10 +106,10 @@ def put_tile(codes, coded, row, column, rows, columns, SIDE: tl.constexpr, EVEN:
         down = down.to(tl.int64)
     at = codes + row.to(tl.int64) * columns + column + (down * columns + tl.arange(0, SIDE)[None, :])
     if EVEN:
-        tl.store(at, coded)
+        tl.store(at, words_at(codes, coded))
     else:
         here = (row + tl.arange(0, SIDE) < rows)[:, None] & (column + tl.arange(0, SIDE) < columns)[None, :]
-        tl.store(at, coded, mask=here)
+        tl.store(at, words_at(codes, coded), mask=here)
 
 
 @triton.jit
@@ -157,7 +157,7 @@ def _add_up(partial, total, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.const
         here = (row + down < rows)[:, None] & (across < columns)[None, :]
         sums += tl.load(partial + (row + down)[:, None] * columns + across[None, :], mask=here, other=0.0)
         row += HEIGHT
-    tl.store(total + across, narrow(tl.sum(sums, 0), KIND), mask=across < columns)
+    tl.store(total + across, words_at(total, narrow(tl.sum(sums, 0), KIND)), mask=across < columns)
 
 
 _LOOK, _TILES, _ADD_UP = map(CachedKernel, (_look, _quantize_tiles, _add_up))
@@ -191,12 +191,14 @@ def _looked(
     rows, columns = x.shape
     launch, shape, high = _launch_look(rows, columns, x.dtype, format, column, sums)
     maxima = x.new_empty(shape, dtype=torch.int32)
-    at, total = maxima.data_ptr(), None
-    if not sums:  # the kernel reads no sums
-        launch(x.get_device(), (x.data_ptr(), at, at, at), lambda: (x, maxima, maxima, maxima.view(torch.float32)))
+    # What the kernel writes, as its arguments come: maxima of the tensor or of columns, and sums.
+    at, found = ((0, maxima.data_ptr()), (None, maxima)) if column else ((maxima.data_ptr(), 0), (maxima, None))
+    total = None
+    if not sums:
+        launch(x.get_device(), (x.data_ptr(), *at, 0), lambda: (x, *found, None))
     else:
         partial = x.new_empty((high, columns), dtype=torch.float32)
-        launch(x.get_device(), (x.data_ptr(), at, at, partial.data_ptr()), lambda: (x, maxima, maxima, partial))
+        launch(x.get_device(), (x.data_ptr(), *at, partial.data_ptr()), lambda: (x, *found, partial))
         total = add_up(partial, dtype)
     return maxima.amax(0, keepdim=True) if column else maxima, total
 

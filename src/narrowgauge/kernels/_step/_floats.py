@@ -169,6 +169,23 @@ def narrow(x, KIND: tl.constexpr):
 
 
 @triton.jit
+def words_at(pointer, words):
+    """Words as what a pointer is of: integers, or float8 and 16-bit floats of the same bits."""
+    return words.to(pointer.dtype.element_ty, bitcast=True)
+
+
+@triton.jit
+def rounded_product(x, y):
+    """x · y in float32, rounded before anything is added, even where a compiler may fuse the two."""
+    if ASSEMBLY:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return x * y
+
+
+@triton.jit
 def gather(table, index):
     """32 bits of a constant table for each index; none is negative.
 

@@ -1,0 +1,92 @@
+"""Compilers see the kernels of layers, and operations that they fuse, in place of operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from test_linear_matmuls import PLANS
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+
+from narrowgauge.linear import LowPrecisionLinear, _ops
+
+pytest.importorskip("triton", reason="triton is not installed: there are no kernels")
+# Torch's own, while it traces an autograd function.
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+class Traced:
+    """A backend that keeps the graphs of both passes, and runs them node by node."""
+
+    def __init__(self) -> None:
+        self.graphs: list[torch.fx.Graph] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        def keep(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+            self.graphs.append(module.graph)
+            return make_boxed_func(module.forward)
+
+        return aot_autograd(fw_compiler=keep, bw_compiler=keep)(graph, inputs)
+
+    def names(self) -> list[str]:
+        return [str(node.target) for graph in self.graphs for node in graph.nodes if node.op == "call_function"]
+
+
+def numbers(run: Callable[[Tensor], Tensor], layer: nn.Module, x: Tensor) -> list[Tensor]:
+    layer.zero_grad()
+    x = x.clone().requires_grad_()
+    y = run(x)
+    y.backward(torch.linspace(-1, 1, y.numel(), device=x.device).reshape(y.shape).to(y.dtype))
+    return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "launched"),
+    [
+        ("SWITCHBACK", torch.float32, 5),
+        pytest.param("SWITCHBACK_M", torch.bfloat16, 5, marks=pytest.mark.slow),
+        pytest.param("LLM_INT8", torch.float32, 13, marks=pytest.mark.slow),
+        ("TENSORWISE_FP8", torch.float32, 6),
+    ],
+)
+def test_a_graph_has_kernels_and_gives_the_numbers_of_eager_ones(
+    name: str, dtype: torch.dtype, launched: int, kernels: str
+) -> None:
+    torch.compiler.reset()
+    layer = LowPrecisionLinear(32, 48, plan=PLANS[name], device=kernels, dtype=dtype)
+    x = torch.randn(2, 8, 32, device=kernels, dtype=dtype)
+    wanted, traced = numbers(layer, layer, x), Traced()
+    got = numbers(torch.compile(layer, backend=traced, fullgraph=True), layer, x)
+    names = traced.names()
+    assert not [one for one in names if one.startswith("narrowgauge")]
+    assert names.count("triton_kernel_wrapper_functional") == launched
+    for one, other in zip(got, wanted, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_sizes_that_may_change_keep_the_operators_of_kernels(kernels: str) -> None:
+    torch.compiler.reset()
+    layer, traced = LowPrecisionLinear(32, 48, device=kernels), Traced()
+    compiled = torch.compile(layer, backend=traced, fullgraph=True, dynamic=True)
+    for rows in (8, 12):
+        x = torch.randn(rows, 32, device=kernels)
+        assert torch.equal(compiled(x), layer(x))
+    names = traced.names()
+    assert "narrowgauge.multiply_codes.default" in names
+    assert not [one for one in names if one.startswith("narrowgauge.quantize_tensor")]  # of a fixed size
+
+
+@pytest.mark.parametrize("form", ["int8", "e4m3", "e5m2"])
+def test_operations_in_place_of_kernels_are_the_specification(form: str) -> None:
+    """Of all magnitudes, with numbers that are not finite, and with halves between two codes."""
+    x = torch.randn(64, 40)
+    infinite, halves = x.clone(), torch.arange(160.0).reshape(4, 40) / 2 - 40
+    infinite[1, 2], infinite[2, 3] = torch.inf, torch.nan
+    for matrix in (x * 1e30, x * 1e-36, x.bfloat16(), x.half().t(), x[:1, :1], x * 0, infinite, halves):
+        got = _ops._plain_tensor(matrix, form, True, True)
+        wanted = _ops.EAGER.quantize_tensor(matrix, None, form, True, True, False)
+        for one, other in zip(got[:4], wanted[:4], strict=True):
+            assert torch.equal(one.float().nan_to_num(nan=-1e9), other.float().nan_to_num(nan=-1e9))
