@@ -1,4 +1,4 @@
-"""The private attributes of torch that the library reads, of its sharding, hooks and dispatcher, a function each.
+"""The private attributes of torch that the library reads, a function each: of sharding, hooks, dispatcher, guards.
 
 A release of torch may rename any of them. Where a public way exists it is the fallback; where none does, the
 function raises and names the attribute and the torch version, so that nothing goes wrong silently.
@@ -7,7 +7,8 @@ function raises and names the attribute and the torch version, so that nothing g
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -60,6 +61,38 @@ def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, A
         given = args[number] if number < len(args) else kwargs.get(argument.name)
         found += given if isinstance(given, list | tuple) else [given]
     return found
+
+
+@functools.lru_cache(maxsize=1)
+def address_function() -> int | None:
+    """The address of torch's function in C that has a tensor's Python object and gives its `data_ptr`.
+
+    It raises an exception of C++ for what is no tensor or has no memory. None if this torch has no such function.
+    """
+    found: int | None = getattr(torch._C._dynamo.guards, "_torchinductor_pyobject_tensor_data_ptr", None)
+    return found
+
+
+def layout_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """What says of as many tensors, given one by one, whether they are certainly like these.
+
+    Like them are those of the same types, dtypes, devices, sizes, strides and dispatch keys: dense if these are,
+    negated in reading if these are. It may say no where only `requires_grad` or a mode of torch has changed.
+    """
+    sizes: Any = [list(tensor.shape) for tensor in tensors]
+    strides: Any = [list(tensor.stride()) for tensor in tensors]
+    try:
+        guards = torch._C._dynamo.guards.TensorGuards(
+            *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+        )
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return lambda *others: False
+
+    def alike(*others: Tensor) -> bool:
+        with torch.enable_grad():  # without, no tensor is taken to require a gradient
+            return bool(guards.check(*others))
+
+    return alike
 
 
 Hooks = Literal["step_pre", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"]

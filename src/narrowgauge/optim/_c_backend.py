@@ -146,7 +146,7 @@ class CSteps:
         for group, fixed in zip(self._groups, self._fixed, strict=True):
             if group.current().fixed != fixed:
                 return False
-        if not self._snapshot.unchanged(self._params, grads, states):
+        if not self._snapshot.unchanged(grads, states):
             return False
         if self._snapshot.gradients is not before:
             for table in self._tables:

@@ -159,7 +159,7 @@ class TritonSteps:
 
     def refresh(self, grads: Sequence[Tensor], states: Sequence[State]) -> bool:
         """Whether the list still holds. Uploads changed numbers and gradients' addresses."""
-        if not self._snapshot.unchanged(self._params, grads, states):
+        if not self._snapshot.unchanged(grads, states):
             return False
         self._numbers = [group.current() for group in self._groups]
         if [(found.traced, found.static) for found in self._numbers] != self._kinds:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from narrowgauge.kernels import _launches
+from narrowgauge.kernels._c_addresses import reader
 from narrowgauge.kernels._codec import text_of
 from narrowgauge.kernels._launches import CachedKernel, module_of
 from narrowgauge.kernels._step import _codebooks, _float8_weights, _floats, _log_states, _packing, _stats, _weights
@@ -72,6 +73,9 @@ def compiled(source: str, name: str, texts: tuple[str | Path | None, ...] = ()) 
 def compile_together(launches: Sequence[tuple[CachedKernel, tuple[int, ...], tuple[Any, ...], Any, Any]]) -> None:
     """Compile what launches would, each in a thread: much of a compilation runs outside of Python.
 
+    So does what launches them, which Triton writes in C and compiles for each list of types, and what reads
+    addresses at the next step.
+
     Args:
         launches: of different kernels, each with the arguments of its call. On the current device.
     """
@@ -84,8 +88,9 @@ def compile_together(launches: Sequence[tuple[CachedKernel, tuple[int, ...], tup
         one: CachedKernel, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: Any, options: Any
     ) -> None:
         with torch.cuda.device(device):  # a thread begins on the first
-            one.kernel.warmup(*arguments, grid=grid, **constants, **options)
+            made = one.kernel.warmup(*arguments, grid=grid, **constants, **options)
+            getattr(made, "run", None)  # makes the launcher
 
-    with ThreadPoolExecutor(len(wanted)) as pool:
-        for done in [pool.submit(work, *job) for job in wanted]:
+    with ThreadPoolExecutor(len(wanted) + 1) as pool:
+        for done in [pool.submit(work, *job) for job in wanted] + [pool.submit(reader)]:
             done.result()

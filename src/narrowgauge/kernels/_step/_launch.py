@@ -75,6 +75,7 @@ class Tables:
     cut: Cut | None = None  # where programs of the step are added up for gauges, if there are any
     scratch: dict[str, Tensor] = field(default_factory=dict)  # made on first use and kept
     launched: dict[str, FixedLaunch] = field(default_factory=dict)  # by name
+    usual: list[FixedLaunch] = field(default_factory=list)  # those of a step without verdict and gauges, once taken
 
     @property
     def books(self) -> list[Tensor]:
@@ -224,13 +225,20 @@ class TritonKernels:
             verdict: float32 (2,), where gradients have a factor: that, and whether no tensor takes the step.
             summed: whether `add_up` has been called, and its sums may have been added to.
         """
-        given = [] if verdict is None else [verdict]
-        launches = self._launches(tables, given, stats, summed and bool(self.terms))
+        usual = stats is None and verdict is None and not summed
         with torch.cuda.device_of(tables.rows):  # Triton launches on the current device
+            if usual and tables.usual:
+                for launch in tables.usual:
+                    launch()
+                return
+            given = [] if verdict is None else [verdict]
+            launches = self._launches(tables, given, stats, summed and bool(self.terms))
             if not self._compiled:
                 self._compiled = True
                 compile_together([(of, (count,), x, c, o) for _, of, count, x, c, o in launches if count])
             _run(tables, launches)
+            if usual:  # on the same tensors at every step
+                tables.usual[:] = [tables.launched[name] for name, _, count, *_ in launches if name and count]
 
     def _launches(self, tables: Tables, verdict: list[Tensor], stats: Tensor | None, summed: bool) -> list[_Launch]:
         """The launches of a step, in order."""

@@ -1,0 +1,114 @@
+"""Where hundreds of tensors are in memory, read in C where there is a compiler.
+
+A step asks for the addresses of all that kernels will read and write, to find out whether something was replaced.
+`Tensor.data_ptr` makes a Python number of each; a loop in C takes a tenth of that time. It calls torch's own
+function of a tensor's Python object, which torch has for code that `torch.compile` generates.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from narrowgauge._torch_private import address_function
+from narrowgauge.kernels._c_library import Unavailable, load
+from narrowgauge.kernels._c_source import source
+
+
+def addresses(tensors: tuple[Tensor, ...], checked: bool = False) -> NDArray[np.int64]:
+    """Addresses of tensors.
+
+    Args:
+        tensors: any.
+        checked: whether all are known to be plain tensors with memory, as they are if they pass the
+            `_torch_private.layout_guard` of such.
+
+    Raises:
+        RuntimeError, TypeError: for one that has no address.
+    """
+    library = reader() if checked else None
+    if library is None:
+        return np.array(list(map(Tensor.data_ptr, tensors)), dtype=np.int64)
+    found = np.empty(len(tensors), dtype=np.int64)
+    library.of_tensors(tensors, len(tensors), found.ctypes.data, address_function())
+    return found
+
+
+class StateAddresses:
+    """Where the tensors of states were. Keeps none of them alive.
+
+    Args:
+        states: a dict of tensors for each parameter.
+
+    Raises:
+        RuntimeError, TypeError: if something in them has no address.
+    """
+
+    def __init__(self, states: tuple[Mapping[str, Tensor], ...]) -> None:
+        tensors = _in_order(states)
+        self._ends = _ends(states)
+        self._known = np.array(list(map(Tensor.data_ptr, tensors)), dtype=np.int64)
+        self._now = np.empty_like(self._known)
+        self._objects = _identities(tensors)
+
+    def hold(self, states: tuple[Mapping[str, Tensor], ...]) -> bool:
+        """Whether all tensors are where they were."""
+        library = reader() if self._objects is not None else None
+        if library is not None and self._objects is not None:
+            known = self._ends.ctypes.data, self._objects.ctypes.data, Tensor
+            if library.of_states(states, len(states), *known, self._now.ctypes.data, address_function()):
+                return np.array_equal(self._now, self._known)
+        try:
+            tensors = _in_order(states)
+            now = np.array(list(map(Tensor.data_ptr, tensors)), dtype=np.int64)
+        except (RuntimeError, TypeError):
+            return False
+        if not np.array_equal(now, self._known) or not np.array_equal(_ends(states), self._ends):
+            return False
+        self._objects = _identities(tensors)  # other objects, at the same addresses
+        return True
+
+
+def _in_order(states: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+    return list(chain.from_iterable(map(dict.values, states)))  # type: ignore[arg-type]
+
+
+def _ends(states: Sequence[Mapping[str, Tensor]]) -> NDArray[np.int64]:
+    """Where each state's tensors end among all."""
+    return np.cumsum(list(map(len, states)), dtype=np.int64)
+
+
+def _identities(tensors: list[Tensor]) -> NDArray[np.int64] | None:
+    """Those of plain tensors; None if there are others.
+
+    A new object may have the identity of one that is gone, so C looks at its type, too.
+    """
+    if any(type(tensor) is not Tensor for tensor in tensors):
+        return None
+    return np.array(list(map(id, tensors)), dtype=np.int64)
+
+
+@functools.lru_cache(maxsize=1)
+def reader() -> ctypes.PyDLL | None:
+    """The functions of `addresses.h`, called with the interpreter locked.
+
+    None without a compiler, or without torch's function.
+    """
+    if address_function() is None:
+        return None
+    try:
+        library = load(source("addresses.h"))
+    except Unavailable:
+        return None
+    locked = ctypes.PyDLL(None, handle=library._handle)
+    pointer, number, anything = ctypes.c_void_p, ctypes.c_long, ctypes.py_object
+    locked.of_tensors.argtypes = [anything, number, pointer, pointer]
+    locked.of_tensors.restype = None
+    locked.of_states.argtypes = [anything, number, pointer, pointer, anything, pointer, pointer]
+    return locked
