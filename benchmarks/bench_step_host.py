@@ -22,7 +22,7 @@ from torch import nn
 
 from narrowgauge.cli._bench._rows import Row, parameter_list, rows
 from narrowgauge.kernels._step import _launch
-from narrowgauge.optim import _engine
+from narrowgauge.optim import _engine, _launch_tables
 
 ROWS = ("AdamW 8bit", "SGD 8bit", "recipe adamw8bit-split8", "torch AdamW fused, bf16")
 LAYERS, WIDTH = 24, 64  # without a GPU; as many tensors as GPT-2 medium has
@@ -38,7 +38,7 @@ def without_gpu() -> None:
 
     stand_in(_launch._ADD_SQUARES, _launch._ADD_SLICES, _launch._ADD_TENSORS)
     _launch.CachedKernel = Launches
-    _launch.compile_together = lambda launches: None
+    _launch_tables.compile_together = lambda launches: None
     _engine.unavailable = lambda device: None
 
 

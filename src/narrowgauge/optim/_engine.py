@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from narrowgauge.kernels._triton import name, unavailable
+from narrowgauge.kernels._triton import begin, name, unavailable
 from narrowgauge.optim import _c_backend
 from narrowgauge.optim._c_backend import CSteps
 from narrowgauge.optim._changes import identical
@@ -212,6 +212,8 @@ class Engine:
         """Give every parameter that has a gradient to a backend."""
         owners = list(chain.from_iterable([[group] * len(group["params"]) for group in groups]))
         there = [index for index, grad in enumerate(grads) if grad is not None]
+        if "triton" in self.backends and any(params[index].is_cuda for index in there):
+            begin()
         for index in there:
             plan = self.plans.get(params[index])
             if plan is None or plan.kind != kind_of(params[index]):

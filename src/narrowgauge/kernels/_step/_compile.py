@@ -7,18 +7,20 @@ import functools
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import triton
 import triton.language as tl
 
-from narrowgauge.kernels import _launches
+from narrowgauge.kernels import _launches, _triton
 from narrowgauge.kernels._c_addresses import reader
 from narrowgauge.kernels._codec import text_of
 from narrowgauge.kernels._launches import CachedKernel, module_of
 from narrowgauge.kernels._step import _codebooks, _float8_weights, _floats, _log_states, _packing, _stats, _weights
 
+# A kernel, with grid, arguments, constants and options of a launch.
+Compilation: TypeAlias = tuple[CachedKernel, tuple[int, ...], tuple[Any, ...], Any, Any]
 _CALLED = ("_decode", "_encode", "_unusual", "_read", "_add", "_moved")  # ends of codecs' functions; see `_codecs`
 
 
@@ -70,18 +72,19 @@ def compiled(source: str, name: str, texts: tuple[str | Path | None, ...] = ()) 
     return module_of(source, name, functions(texts), __name__)[name]
 
 
-def compile_together(launches: Sequence[tuple[CachedKernel, tuple[int, ...], tuple[Any, ...], Any, Any]]) -> None:
+def compile_together(launches: Sequence[Compilation]) -> None:
     """Compile what launches would, each in a thread: much of a compilation runs outside of Python.
 
     So does what launches them, which Triton writes in C and compiles for each list of types, and what reads
     addresses at the next step.
 
     Args:
-        launches: of different kernels, each with the arguments of its call. On the current device.
+        launches: of different kernels. On the current device.
     """
     wanted = [(one, *rest) for one, *rest in launches if not one.interpreted]
     if len(wanted) < 2:
         return
+    _triton.wait()
     device = _launches.current_device()
 
     def work(
