@@ -115,6 +115,8 @@ def fits(kernel: CKernel, step: ParamStep) -> bool:
 class CSteps:
     """A `StepList`: the steps of parameters on a CPU. `steps` are those of the list that have a kernel."""
 
+    reads_steps = True
+
     def __init__(self, steps: Sequence[ParamStep], scaled: bool, measured: bool) -> None:
         self._measured = measured
         self.steps: list[ParamStep] = []

@@ -64,6 +64,10 @@ class StepList(Protocol):
     def watched(self) -> Sequence[ParamStep]:
         """The parameters that `refresh` looks at: with those, of Triton's list, that have no kernel yet."""
 
+    @property
+    def reads_steps(self) -> bool:
+        """Whether gradients and states are read from `steps`, or from tables that `refresh` keeps."""
+
     def refresh(self, grads: Sequence[Tensor], states: Sequence[State]) -> bool:
         """Whether the list still holds for the gradients and states of `watched`, whose addresses may change."""
 
@@ -317,7 +321,7 @@ class _Roster:
         self._plans, self._params, self._groups = plans, params, list(groups)
         self._sizes = [len(group["params"]) for group in groups]
         self._types = list(map(type, grads))
-        self._pick = _picker([step.index for step in steps])
+        self._pick = _picker([step.index for step in steps], len(params))
         self._marked = times_marked()
         sharded = any(is_shared(params[step.index]) for step in steps)
         self._locals = [step.param for step in steps] if sharded else None
@@ -327,10 +331,14 @@ class _Roster:
         # Tensors have slow hashes: their states are found by position.
         self._keys = list(state) if len(steps) > 1 else []
         positions = {id(key): position for position, key in enumerate(self._keys)}
-        self._pick_states = _picker([positions[id(params[step.index])] for step in steps] if positions else [])
+        found = [positions[id(params[step.index])] for step in steps] if positions else []
+        self._pick_states = _picker(found, len(positions))
         self._states = tuple(step.state for step in steps)
         numbers = {id(step): number for number, step in enumerate(steps)}
-        self._watches = [_picker([numbers[id(step)] for step in some.watched]) for some in lists]
+        self._watches = [_picker([numbers[id(step)] for step in some.watched], len(steps)) for some in lists]
+        read = {id(step) for some in lists if some.reads_steps for step in some.steps} | set(map(id, self.raising))
+        self._read = [(step, number) for number, step in enumerate(steps) if id(step) in read]
+        self._holding = steps  # gradients
 
     def refresh(
         self,
@@ -360,8 +368,8 @@ class _Roster:
         if not all(states):
             return False  # a state that was taken away is made again
         found = self._pick(grads)
-        for step, grad in zip(self.steps, found, strict=True):
-            step.grad = grad
+        for step, number in self._read:
+            step.grad = found[number]
         if not identical(states, self._states):
             for step, own in zip(self.steps, states, strict=True):
                 step.state = own
@@ -381,8 +389,9 @@ class _Roster:
 
     def release(self) -> None:
         """Keep no gradient alive until the next step."""
-        for step in self.steps:
+        for step in self._holding:
             step.grad = _RELEASED
+        self._holding = [step for step, _ in self._read]
 
     def run_as_they_arrive(self, arrival: Any, verdict: Verdict | None, summed: bool) -> Measured:
         """Step parameters one by one, in the order in which their gradients arrive."""
@@ -438,8 +447,10 @@ def refuse_waiting(steps: Sequence[ParamStep]) -> None:
         )
 
 
-def _picker(positions: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """What gives some items of a sequence, by a loop that runs in C."""
+def _picker(positions: list[int], of: int) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """What gives some items of a sequence of so many, by a loop that runs in C."""
+    if positions == list(range(of)):
+        return tuple
     if len(positions) > 1:
         return itemgetter(*positions)
     return lambda items: tuple(items[position] for position in positions)

@@ -124,6 +124,8 @@ class TritonSteps:
     `watched`: what has no kernel at this step may have one at the next.
     """
 
+    reads_steps = False
+
     def __init__(self, steps: Sequence[ParamStep], factor: FactorMode = "", measured: bool = False) -> None:
         self.left: dict[int, str] = {}
         own = {id(step.group): step.group for step in steps}.values()
