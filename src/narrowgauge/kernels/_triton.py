@@ -100,6 +100,7 @@ def _assembler() -> None:
     import triton
     from triton.compiler.compiler import make_backend
 
+    wait(1)  # or the driver would be compiled twice
     make_backend(triton.runtime.driver.active.get_current_target()).hash()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,6 +19,7 @@ from narrowgauge.kernels._codec import text_of
 from narrowgauge.kernels._launches import CachedKernel, module_of
 from narrowgauge.kernels._step import _codebooks, _float8_weights, _floats, _log_states, _packing, _stats, _weights
 
+_HEAD_START = 0.3  # seconds
 # A kernel, with grid, arguments, constants and options of a launch.
 Compilation: TypeAlias = tuple[CachedKernel, tuple[int, ...], tuple[Any, ...], Any, Any]
 _CALLED = ("_decode", "_encode", "_unusual", "_read", "_add", "_moved")  # ends of codecs' functions; see `_codecs`
@@ -76,7 +77,8 @@ def compile_together(launches: Sequence[Compilation]) -> None:
     """Compile what launches would, each in a thread: much of a compilation runs outside of Python.
 
     So does what launches them, which Triton writes in C and compiles for each list of types, and what reads
-    addresses at the next step.
+    addresses at the next step. What runs in Python comes first, and takes turns: the kernel that takes longest, of
+    the longest text, has a head start, in which it is over if it has been compiled before.
 
     Args:
         launches: of different kernels. On the current device.
@@ -94,6 +96,9 @@ def compile_together(launches: Sequence[Compilation]) -> None:
             made = one.kernel.warmup(*arguments, grid=grid, **constants, **options)
             getattr(made, "run", None)  # makes the launcher
 
+    longest, *others = sorted(wanted, key=lambda job: -len(getattr(job[0].kernel, "src", "")))
     with ThreadPoolExecutor(len(wanted) + 1) as pool:
-        for done in [pool.submit(work, *job) for job in wanted] + [pool.submit(reader)]:
+        jobs = [pool.submit(work, *longest)]
+        wait(jobs, _HEAD_START)
+        for done in jobs + [pool.submit(work, *job) for job in others] + [pool.submit(reader)]:
             done.result()
