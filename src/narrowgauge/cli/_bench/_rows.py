@@ -78,8 +78,8 @@ class Row:
 
     @property
     def peer(self) -> bool:
-        """Whether it is another library's."""
-        return self.family not in ("narrowgauge", "torch")
+        """Whether it is another library's, or torch's own as another library uses it."""
+        return self.family not in ("narrowgauge", "torch") or self.moments is not None
 
     def make(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer."""
