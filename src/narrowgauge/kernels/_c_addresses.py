@@ -55,15 +55,19 @@ class StateAddresses:
         self._ends = _ends(states)
         self._known = np.array(list(map(Tensor.data_ptr, tensors)), dtype=np.int64)
         self._now = np.empty_like(self._known)
+        self._recognize(tensors)
+
+    def _recognize(self, tensors: list[Tensor]) -> None:
         self._objects = _identities(tensors)
+        if self._objects is not None:
+            where = self._ends.ctypes.data, self._objects.ctypes.data, Tensor, self._now.ctypes.data
+            self._given = len(self._ends), *where, address_function()
 
     def hold(self, states: tuple[Mapping[str, Tensor], ...]) -> bool:
         """Whether all tensors are where they were."""
         library = reader() if self._objects is not None else None
-        if library is not None and self._objects is not None:
-            known = self._ends.ctypes.data, self._objects.ctypes.data, Tensor
-            if library.of_states(states, len(states), *known, self._now.ctypes.data, address_function()):
-                return np.array_equal(self._now, self._known)
+        if library is not None and len(states) == len(self._ends) and library.of_states(states, *self._given):
+            return np.array_equal(self._now, self._known)
         try:
             tensors = _in_order(states)
             now = np.array(list(map(Tensor.data_ptr, tensors)), dtype=np.int64)
@@ -71,7 +75,7 @@ class StateAddresses:
             return False
         if not np.array_equal(now, self._known) or not np.array_equal(_ends(states), self._ends):
             return False
-        self._objects = _identities(tensors)  # other objects, at the same addresses
+        self._recognize(tensors)  # other objects, at the same addresses
         return True
 
 

@@ -333,7 +333,7 @@ class _Roster:
         positions = {id(key): position for position, key in enumerate(self._keys)}
         found = [positions[id(params[step.index])] for step in steps] if positions else []
         self._pick_states = _picker(found, len(positions))
-        self._states = tuple(step.state for step in steps)
+        self._states, self._kept = tuple(step.state for step in steps), list(state.values())
         numbers = {id(step): number for number, step in enumerate(steps)}
         self._watches = [_picker([numbers[id(step)] for step in some.watched], len(steps)) for some in lists]
         read = {id(step) for some in lists if some.reads_steps for step in some.steps} | set(map(id, self.raising))
@@ -361,19 +361,21 @@ class _Roster:
             return False
         if self._locals is not None and not identical([local(params[s.index]) for s in self.steps], self._locals):
             return False
-        if len(self.steps) > 1 and identical(list(state), self._keys):
-            states = self._pick_states(list(state.values()))
-        else:
-            states = tuple(state[params[step.index]] for step in self.steps)
+        kept = list(state.values())
+        if not identical(kept, self._kept):
+            if len(self.steps) > 1 and identical(list(state), self._keys):
+                self._states = self._pick_states(kept)
+            else:
+                self._states = tuple(state[params[step.index]] for step in self.steps)
+            for step, own in zip(self.steps, self._states, strict=True):
+                step.state = own
+            self._kept = kept
+        states = self._states
         if not all(states):
             return False  # a state that was taken away is made again
         found = self._pick(grads)
         for step, number in self._read:
             step.grad = found[number]
-        if not identical(states, self._states):
-            for step, own in zip(self.steps, states, strict=True):
-                step.state = own
-            self._states = states
         fresh = True
         for some, of in zip(self.lists, self._watches, strict=True):
             fresh = fresh and some.refresh(of(found), of(states))

@@ -86,6 +86,8 @@ def compile_together(launches: Sequence[Compilation]) -> None:
     wanted = [(one, *rest) for one, *rest in launches if not one.interpreted]
     if len(wanted) < 2:
         return
+    longest, *others = sorted(wanted, key=lambda job: -len(getattr(job[0].kernel, "src", "")))
+    getattr(longest[0].kernel, "cache_key", None)  # of all functions that it calls; kept
     _triton.wait()
     device = _launches.current_device()
 
@@ -96,7 +98,6 @@ def compile_together(launches: Sequence[Compilation]) -> None:
             made = one.kernel.warmup(*arguments, grid=grid, **constants, **options)
             getattr(made, "run", None)  # makes the launcher
 
-    longest, *others = sorted(wanted, key=lambda job: -len(getattr(job[0].kernel, "src", "")))
     with ThreadPoolExecutor(len(wanted) + 1) as pool:
         jobs = [pool.submit(work, *longest)]
         wait(jobs, _HEAD_START)
