@@ -1,4 +1,4 @@
-"""The private attributes of torch that the library reads, a function each: of sharding, hooks, dispatcher, guards.
+"""The private attributes of torch that the library reads, a function each: of sharding, hooks, dispatcher, tensors.
 
 A release of torch may rename any of them. Where a public way exists it is the fallback; where none does, the
 function raises and names the attribute and the torch version, so that nothing goes wrong silently.
@@ -7,8 +7,11 @@ function raises and names the attribute and the torch version, so that nothing g
 
 from __future__ import annotations
 
+import ctypes
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -64,35 +67,29 @@ def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 @functools.lru_cache(maxsize=1)
-def address_function() -> int | None:
-    """The address of torch's function in C that has a tensor's Python object and gives its `data_ptr`.
+def tensor_interface() -> tuple[int, ...] | None:
+    """What code in C needs of torch to look at tensors.
 
-    It raises an exception of C++ for what is no tensor or has no memory. None if this torch has no such function.
+    Returns:
+        The addresses of four functions of torch's C interface for compiled models: of a tensor's address, elements,
+        dtype, and whether it is contiguous; and how many bytes after the beginning of a tensor's Python object the
+        handle is that they take. None if this torch has no such functions, or keeps the handle elsewhere.
     """
-    found: int | None = getattr(torch._C._dynamo.guards, "_torchinductor_pyobject_tensor_data_ptr", None)
-    return found
-
-
-def layout_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """What says of as many tensors, given one by one, whether they are certainly like these.
-
-    Like them are those of the same types, dtypes, devices, sizes, strides and dispatch keys: dense if these are,
-    negated in reading if these are. It may say no where only `requires_grad` or a mode of torch has changed.
-    """
-    sizes: Any = [list(tensor.shape) for tensor in tensors]
-    strides: Any = [list(tensor.stride()) for tensor in tensors]
+    probes = [torch.zeros(2), torch.nn.Parameter(torch.zeros(3))]
+    folder, (start, end) = Path(torch.__file__).parent, (object.__basicsize__, torch.Tensor.__basicsize__)
     try:
-        guards = torch._C._dynamo.guards.TensorGuards(
-            *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
-        )
-    except (AttributeError, RuntimeError, TypeError, ValueError):
-        return lambda *others: False
-
-    def alike(*others: Tensor) -> bool:
-        with torch.enable_grad():  # without, no tensor is taken to require a gradient
-            return bool(guards.check(*others))
-
-    return alike
+        library = ctypes.CDLL(str(folder / "lib" / "libtorch_cpu.so"))
+        names = "get_data_ptr", "get_numel", "get_dtype", "is_contiguous"
+        functions = [ctypes.cast(getattr(library, f"aoti_torch_{name}"), ctypes.c_void_p).value for name in names]
+        handles = [
+            [ctypes.c_size_t.from_address(id(x) + at).value == x._cdata for x in probes]
+            for at in range(start, end, 8)
+        ]
+    except (OSError, AttributeError):
+        return None
+    if sys.implementation.name != "cpython" or [True, True] not in handles or None in functions:
+        return None
+    return *map(int, functions), start + 8 * handles.index([True, True])  # type: ignore[arg-type]
 
 
 Hooks = Literal["step_pre", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"]

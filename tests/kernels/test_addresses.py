@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.kernels import _c_addresses
-from narrowgauge.kernels._c_addresses import StateAddresses, addresses, reader
+from narrowgauge.kernels._c_addresses import StateAddresses, look, reader
 
 States = tuple[dict[str, Tensor], ...]
 
@@ -31,11 +31,17 @@ def made() -> States:
 @pytest.mark.usefixtures("way")
 def test_they_are_those_that_python_reads() -> None:
     memory = torch.arange(100)
-    tensors = (memory, memory[7:], torch.nn.Parameter(torch.ones(2)), torch.ones(0))
-    found = addresses(tensors, checked=True)
+    tensors = (memory, memory[7:], torch.nn.Parameter(torch.ones(2)), torch.ones(0), torch.ones(2, 3).t())
+    found, kinds = look(tensors)
     assert found.dtype == np.int64
     assert found.tolist() == [x.data_ptr() for x in tensors]
-    assert addresses(()).tolist() == []
+    assert look(tensors)[1] == kinds
+    assert look(tuple(x.detach().clone() for x in tensors[:4]) + tensors[4:])[1] == kinds
+    others = (memory[:99], memory.view(torch.float64), memory.expand(1, 100).view(10, 10).t())
+    assert all(look((other, *tensors[1:]))[1] != kinds for other in others)
+    assert look(())[0].tolist() == []
+    with pytest.raises(RuntimeError):
+        look((memory, torch.ones(3).to_sparse()))
 
 
 def swap_data(states: States) -> Any:

@@ -1,8 +1,8 @@
 """Where hundreds of tensors are in memory, read in C where there is a compiler.
 
-A step asks for the addresses of all that kernels will read and write, to find out whether something was replaced.
-`Tensor.data_ptr` makes a Python number of each; a loop in C takes a tenth of that time. It calls torch's own
-function of a tensor's Python object, which torch has for code that `torch.compile` generates.
+A step asks for the addresses of all that kernels will read and write, and whether all is what it was, to find out
+what was replaced. Python needs a tenth of a microsecond for each answer, and gives it as an object; a loop in C
+takes a tenth of that time. It calls torch's C interface for models that were compiled ahead of time.
 """
 
 from __future__ import annotations
@@ -11,33 +11,36 @@ import ctypes
 import functools
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from narrowgauge._torch_private import address_function
+from narrowgauge._torch_private import tensor_interface
 from narrowgauge.kernels._c_library import Unavailable, load
 from narrowgauge.kernels._c_source import source
 
+_DTYPE = attrgetter("dtype")
 
-def addresses(tensors: tuple[Tensor, ...], checked: bool = False) -> NDArray[np.int64]:
-    """Addresses of tensors.
 
-    Args:
-        tensors: any.
-        checked: whether all are known to be plain tensors with memory, as they are if they pass the
-            `_torch_private.layout_guard` of such.
+def look(tensors: tuple[Tensor, ...]) -> tuple[NDArray[np.int64], Any]:
+    """(addresses, what else kernels rely on) of tensors: of each its size, dtype, and whether it is contiguous.
+
+    The second equals that of others, which were looked at in the same process, if they are alike. In C nothing but
+    tensors may be given.
 
     Raises:
-        RuntimeError, TypeError: for one that has no address.
+        RuntimeError: for a tensor that has no address.
     """
-    library = reader() if checked else None
-    if library is None:
-        return np.array(list(map(Tensor.data_ptr, tensors)), dtype=np.int64)
-    found = np.empty(len(tensors), dtype=np.int64)
-    library.of_tensors(tensors, len(tensors), found.ctypes.data, address_function())
-    return found
+    library = reader()
+    if library is not None:
+        found, kinds = np.empty(len(tensors), dtype=np.int64), np.empty((len(tensors), 2), dtype=np.int64)
+        if library.of_tensors(tensors, len(tensors), _interface(), found.ctypes.data, kinds.ctypes.data):
+            return found, kinds.tobytes()
+    where = np.array(list(map(Tensor.data_ptr, tensors)), dtype=np.int64)
+    return where, [list(map(ask, tensors)) for ask in (Tensor.numel, _DTYPE, Tensor.is_contiguous)]
 
 
 class StateAddresses:
@@ -61,7 +64,7 @@ class StateAddresses:
         self._objects = _identities(tensors)
         if self._objects is not None:
             where = self._ends.ctypes.data, self._objects.ctypes.data, Tensor, self._now.ctypes.data
-            self._given = len(self._ends), *where, address_function()
+            self._given = len(self._ends), _interface(), *where
 
     def hold(self, states: tuple[Mapping[str, Tensor], ...]) -> bool:
         """Whether all tensors are where they were."""
@@ -100,11 +103,8 @@ def _identities(tensors: list[Tensor]) -> NDArray[np.int64] | None:
 
 @functools.lru_cache(maxsize=1)
 def reader() -> ctypes.PyDLL | None:
-    """The functions of `addresses.h`, called with the interpreter locked.
-
-    None without a compiler, or without torch's function.
-    """
-    if address_function() is None:
+    """The functions of `addresses.h`, called with the interpreter locked; None without compiler or interface."""
+    if tensor_interface() is None:
         return None
     try:
         library = load(source("addresses.h"))
@@ -112,7 +112,17 @@ def reader() -> ctypes.PyDLL | None:
         return None
     locked = ctypes.PyDLL(None, handle=library._handle)
     pointer, number, anything = ctypes.c_void_p, ctypes.c_long, ctypes.py_object
-    locked.of_tensors.argtypes = [anything, number, pointer, pointer]
-    locked.of_tensors.restype = None
-    locked.of_states.argtypes = [anything, number, pointer, pointer, anything, pointer, pointer]
+    locked.of_tensors.argtypes = [anything, number, pointer, pointer, pointer]
+    locked.of_states.argtypes = [anything, number, pointer, pointer, pointer, anything, pointer]
     return locked
+
+
+@functools.lru_cache(maxsize=1)
+def _kept_interface() -> NDArray[np.int64]:
+    return np.array(tensor_interface() or (), dtype=np.int64)
+
+
+@functools.lru_cache(maxsize=1)
+def _interface() -> int:
+    """Where the `struct torch` is."""
+    return int(_kept_interface().ctypes.data)

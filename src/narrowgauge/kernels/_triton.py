@@ -65,15 +65,18 @@ def limits_registers(device: torch.device) -> bool:
 
 
 def begin() -> None:
-    """Start in threads what Triton's first compilation waits for: its driver, its hash and its assembler's version.
+    """Start in threads what a first step waits for: Triton's driver, hash and assembler, and what reads addresses.
 
     It takes half a second, and what the first step does before it has no use for it: to be called there. Threads
     that are over when the step is do not meet the forks of data loaders.
     """
     if _begun or importlib.util.find_spec("triton") is None:
         return
-    pool = ThreadPoolExecutor(2)
-    _begun.extend(map(pool.submit, (_driver, _hash, _assembler)))
+    from narrowgauge.kernels._c_addresses import reader
+
+    pool = ThreadPoolExecutor(3)
+    for job in (_driver, _hash, reader, _assembler):
+        _begun.append(pool.submit(job))  # one by one: the last waits for the first
     pool.shutdown(wait=False)
 
 

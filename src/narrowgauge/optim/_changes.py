@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter, is_
+from operator import is_
 from types import NoneType
 from typing import Any, Generic, TypeVar
 
@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from narrowgauge._torch_private import layout_guard
-from narrowgauge.kernels._c_addresses import StateAddresses, addresses
+from narrowgauge.kernels._c_addresses import StateAddresses, look
 from narrowgauge.storage import Float8Weight
 
 # Options of a group with the storages of single parameters, by the name of a parameter: under KEPT those that the
@@ -30,7 +29,6 @@ from narrowgauge.storage import Float8Weight
 KEPT, STORAGES = "kept", "storages"
 LISTS = ("params", "param_names", KEPT, STORAGES)  # entries of a group that rules do not read
 _CONSTANTS = (float, int, bool, str, NoneType)
-_DTYPE = attrgetter("dtype")
 
 T = TypeVar("T")
 
@@ -81,8 +79,6 @@ class TensorSnapshot:
     `gradients` has the gradients' addresses; it is None if one has none.
     """
 
-    _GUARDS = 8  # as many are made for tensors that only seem to have changed; one takes a millisecond
-
     def __init__(
         self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]
     ) -> None:
@@ -92,27 +88,25 @@ class TensorSnapshot:
         tensors = self._all(grads)
         self._first = len(tensors) - len(grads)  # of the gradients among them
         try:
-            self._where, self._layouts = addresses(tensors), _layouts(tensors)
+            self._where, self._kinds = look(tensors)
+            self._negated = list(map(Tensor.is_neg, grads))
             self._states = StateAddresses(tuple(states))
-        except (RuntimeError, TypeError):
+        except (RuntimeError, TypeError):  # a sparse gradient, or none
             return
         self.gradients = self._where[self._first :]
-        self._is_alike, self._left = layout_guard(tensors), self._GUARDS
 
     def unchanged(self, grads: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]) -> bool:
         """Whether all is as it was. Gradients may have moved by multiples of 16 bytes; `gradients` follows them."""
         if self.gradients is None:
             return False
-        tensors = self._all(grads)
-        alike = self._is_alike(*tensors)
         try:
-            if not alike and _layouts(tensors) != self._layouts:
+            # A gradient of another size may be given the memory of the one before.
+            where, kinds = look(self._all(grads))
+            # Some gradients through complex numbers are views that are negated when they are read.
+            if kinds != self._kinds or list(map(Tensor.is_neg, grads)) != self._negated:
                 return False
-            where = addresses(tensors, alike)
-        except (RuntimeError, TypeError):  # a sparse gradient, or none
+        except (RuntimeError, TypeError):
             return False
-        if not alike and self._left:
-            self._is_alike, self._left = layout_guard(tensors), self._left - 1
         if not self._states.hold(tuple(states)):
             return False
         if not np.array_equal(where, self._where):
@@ -128,10 +122,3 @@ class TensorSnapshot:
             return (*self._params, *grads)
         parts = ((p.codes, p.low, p.numbers) if isinstance(p, Float8Weight) else (p,) for p in self._params)
         return (*chain.from_iterable(parts), *grads)
-
-
-def _layouts(tensors: Sequence[Tensor]) -> Any:
-    # A gradient of another size may be given the memory of the one before, and some gradients through complex
-    # numbers are views that are negated when they are read.
-    asked = Tensor.numel, Tensor.is_contiguous, Tensor.is_neg, _DTYPE
-    return [list(map(ask, tensors)) for ask in asked]

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 
 from narrowgauge.kernels import _launches, _triton
-from narrowgauge.kernels._c_addresses import reader
 from narrowgauge.kernels._codec import text_of
 from narrowgauge.kernels._launches import CachedKernel, module_of
 from narrowgauge.kernels._step import _codebooks, _float8_weights, _floats, _log_states, _packing, _stats, _weights
@@ -76,9 +75,9 @@ def compiled(source: str, name: str, texts: tuple[str | Path | None, ...] = ()) 
 def compile_together(launches: Sequence[Compilation]) -> None:
     """Compile what launches would, each in a thread: much of a compilation runs outside of Python.
 
-    So does what launches them, which Triton writes in C and compiles for each list of types, and what reads
-    addresses at the next step. What runs in Python comes first, and takes turns: the kernel that takes longest, of
-    the longest text, has a head start, in which it is over if it has been compiled before.
+    So does what launches them, which Triton writes in C and compiles for each list of types. What runs in Python
+    comes first, and takes turns: the kernel that takes longest, of the longest text, has a head start, in which it
+    is over if it has been compiled before.
 
     Args:
         launches: of different kernels. On the current device.
@@ -98,8 +97,8 @@ def compile_together(launches: Sequence[Compilation]) -> None:
             made = one.kernel.warmup(*arguments, grid=grid, **constants, **options)
             getattr(made, "run", None)  # makes the launcher
 
-    with ThreadPoolExecutor(len(wanted) + 1) as pool:
+    with ThreadPoolExecutor(len(wanted)) as pool:
         jobs = [pool.submit(work, *longest)]
         wait(jobs, _HEAD_START)
-        for done in jobs + [pool.submit(work, *job) for job in others] + [pool.submit(reader)]:
+        for done in jobs + [pool.submit(work, *job) for job in others]:
             done.result()
