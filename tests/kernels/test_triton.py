@@ -63,7 +63,7 @@ def test_what_compilers_wait_for_begins_once_and_its_errors_come_later(monkeypat
     monkeypatch.setattr(_triton, "_begun", [])
     monkeypatch.setattr(_triton, "_driver", driver)
     monkeypatch.setattr(_triton, "_hash", lambda: None)
-    monkeypatch.setattr(_triton, "_assembler", lambda: (_triton.wait(1), done.append("assembler")))
+    monkeypatch.setattr(_triton, "_assembler", lambda driver: (driver.exception(), done.append("assembler")))
     _triton.begin()
     _triton.begin()
     assert done == []

@@ -75,8 +75,8 @@ def begin() -> None:
     from narrowgauge.kernels._c_addresses import reader
 
     pool = ThreadPoolExecutor(3)
-    for job in (_driver, _hash, reader, _assembler):
-        _begun.append(pool.submit(job))  # one by one: the last waits for the first
+    driver = pool.submit(_driver)
+    _begun.extend([driver, pool.submit(_hash), pool.submit(reader), pool.submit(_assembler, driver)])
     pool.shutdown(wait=False)
 
 
@@ -99,11 +99,11 @@ def _hash() -> None:
     cache.triton_key()
 
 
-def _assembler() -> None:
+def _assembler(driver: Future[Any]) -> None:
     import triton
     from triton.compiler.compiler import make_backend
 
-    wait(1)  # or the driver would be compiled twice
+    driver.exception()  # waits: it would be compiled twice
     make_backend(triton.runtime.driver.active.get_current_target()).hash()
 
 
