@@ -14,11 +14,11 @@ import cProfile
 import pstats
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import triton
+from _no_gpu import stand_in
 from _script import command, parser_for, save
 from torch import nn
 
@@ -47,58 +47,14 @@ PLANS = {
 }
 
 
-# What a compiled kernel tells of a descriptor.
-TOLD = {"swizzle": 3, "elem_size": 1, "elem_type": 0, "block_size": [128, 128], "fp4_padded": False}
-
-
 def without_gpu() -> None:
     """Let layers on the CPU go the way of a GPU's, up to the call in C that launches a kernel."""
-
-    def launch(*arguments: Any) -> None:
-        """What would be Triton's function in C."""
-
-    class Kernel:
-        def __init__(self, kernel: Any) -> None:
-            self.arg_names, self.__name__ = kernel.arg_names, kernel.__name__
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-            from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
-
-            launcher = CudaLauncher.__new__(CudaLauncher)
-            launcher.num_ctas, launcher.gsan_enabled = 1, False
-            # Three descriptors come first, where there are any.
-            signature = dict(enumerate(["tensordesc"] * 3 if self.__name__ == "_by_descriptors" else []))
-            launcher.launch = wrap_handle_tensordesc(launch, signature, [TOLD] * len(signature))
-            launcher.global_scratch_size = launcher.profile_scratch_size = 0
-            launcher.global_scratch_align = launcher.profile_scratch_align = 1
-            launcher.launch_cooperative_grid = launcher.launch_pdl = False
-            launcher.arg_annotations = launcher.kernel_signature = ()
-            made = SimpleNamespace(run=launcher, function=0, packed_metadata=())
-            return lambda *arguments, **rest: made
-
-    class Driver:
-        utils = SimpleNamespace(fill_tma_descriptor=lambda *arguments: None)
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int) -> int:
-            return 0
-
-        def allocate_default_profile_scratch(self, size: int, align: int, stream: int) -> None:
-            return None
-
-    triton.runtime.driver.set_active(Driver())
-    _launches.current_device = lambda: -1  # what tensors on the CPU say they are on
-    for module in (_rows, _tiles, _multiply, _dequantize):
-        for launches in vars(module).values():
-            if isinstance(launches, _launches.CachedKernel):
-                launches.kernel, launches.interpreted = Kernel(launches.kernel), False
+    modules = (_rows, _tiles, _multiply, _dequantize)
+    stand_in(*(x for module in modules for x in vars(module).values() if isinstance(x, _launches.CachedKernel)))
     _ops.no_kernels = lambda device, dtype: None
     _autotune._is_hopper = lambda device: True
     _tiles.SIDE = 16  # small matrices are whole tiles
     _ops._DIRECT["cpu"] = _ops.CUDA
-    torch.set_num_threads(1)
 
 
 def one_pass(layer: nn.Module, tokens: int, device: str) -> Callable[[], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from narrowgauge._torch_private import (
     operators_observed,
     optimizer_hooks,
     packs,
+    tensor_interface,
     without_modes,
 )
 
@@ -103,6 +105,17 @@ def test_modes_and_transforms_are_seen() -> None:
         with without_modes():
             assert not operators_observed()
     assert torch.vmap(lambda x: x + operators_observed())(torch.zeros(2)).tolist() == [1, 1]
+
+
+def test_torch_has_a_c_interface_and_handles_are_found() -> None:
+    found = tensor_interface()
+    assert found is not None
+    *functions, offset = found
+    numel = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64))(functions[1])
+    for x in (torch.zeros(7), nn.Parameter(torch.zeros(2, 3)), torch.zeros(5, 4).t()):
+        count = ctypes.c_int64()
+        assert numel(id(x) + offset, ctypes.byref(count)) == 0
+        assert count.value == x.numel()
 
 
 def test_an_attribute_that_torch_has_no_more_is_named() -> None:

@@ -1,4 +1,4 @@
-"""The private attributes of torch that the library reads, of its sharding, hooks and dispatcher, a function each.
+"""The private attributes of torch that the library reads, a function each: of sharding, hooks, dispatcher, tensors.
 
 A release of torch may rename any of them. Where a public way exists it is the fallback; where none does, the
 function raises and names the attribute and the torch version, so that nothing goes wrong silently.
@@ -7,8 +7,12 @@ function raises and names the attribute and the torch version, so that nothing g
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -133,6 +137,32 @@ def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, A
         given = args[number] if number < len(args) else kwargs.get(argument.name)
         found += given if isinstance(given, list | tuple) else [given]
     return found
+
+
+@functools.lru_cache(maxsize=1)
+def tensor_interface() -> tuple[int, ...] | None:
+    """What code in C needs of torch to look at tensors.
+
+    Returns:
+        The addresses of four functions of torch's C interface for compiled models: of a tensor's address, elements,
+        dtype, and whether it is contiguous; and how many bytes after the beginning of a tensor's Python object the
+        handle is that they take. None if this torch has no such functions, or keeps the handle elsewhere.
+    """
+    probes = [torch.zeros(2), torch.nn.Parameter(torch.zeros(3))]
+    folder, (start, end) = Path(torch.__file__).parent, (object.__basicsize__, torch.Tensor.__basicsize__)
+    try:
+        library = ctypes.CDLL(str(folder / "lib" / "libtorch_cpu.so"))
+        names = "get_data_ptr", "get_numel", "get_dtype", "is_contiguous"
+        functions = [ctypes.cast(getattr(library, f"aoti_torch_{name}"), ctypes.c_void_p).value for name in names]
+        handles = [
+            [ctypes.c_size_t.from_address(id(x) + at).value == x._cdata for x in probes]
+            for at in range(start, end, 8)
+        ]
+    except (OSError, AttributeError):
+        return None
+    if sys.implementation.name != "cpython" or [True, True] not in handles or None in functions:
+        return None
+    return *map(int, functions), start + 8 * handles.index([True, True])  # type: ignore[arg-type]
 
 
 Hooks = Literal["step_pre", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 
 import pytest
 import torch
@@ -49,3 +50,23 @@ def test_registers_are_limited_where_the_limits_were_measured(
     assert limits(torch.device("cpu")), "compiled for elsewhere, which is an H100 or H200"
     monkeypatch.setattr(_triton, "instructions", lambda: (False, False))
     assert not limits(CUDA), "AMD's and Intel's compilers know no such option"
+
+
+def test_what_compilers_wait_for_begins_once_and_its_errors_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    go, done = threading.Event(), []
+
+    def driver() -> None:
+        go.wait(20)
+        done.append("driver")
+        raise OSError("no compiler")
+
+    monkeypatch.setattr(_triton, "_begun", [])
+    monkeypatch.setattr(_triton, "_driver", driver)
+    monkeypatch.setattr(_triton, "_hash", lambda: None)
+    monkeypatch.setattr(_triton, "_assembler", lambda driver: (driver.exception(), done.append("assembler")))
+    _triton.begin()
+    _triton.begin()
+    assert done == []
+    go.set()
+    _triton.wait()
+    assert done == ["driver", "assembler"]

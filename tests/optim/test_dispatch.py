@@ -23,6 +23,7 @@ from narrowgauge import optim
 from narrowgauge.kernels import _cuda_graphs
 from narrowgauge.kernels._triton import name
 from narrowgauge.optim import _triton_backend, step_in_backward
+from narrowgauge.optim._changes import TensorSnapshot
 from narrowgauge.optim._optimizer import NarrowOptimizer
 from narrowgauge.optim._triton_backend import TritonSteps
 from narrowgauge.scaling import DynamicLossScaler
@@ -220,6 +221,18 @@ def test_tensors_that_are_moved_or_replaced(device: str, looks: list[int]) -> No
         pair.check()
         del kept
     assert len(looks) == 1 + len(changes)
+
+
+def test_what_only_seems_to_change_is_no_change() -> None:
+    p, grads = torch.nn.Parameter(torch.ones(3)), torch.ones(2, 3)
+    snapshot = TensorSnapshot([p], [grads[0]], [{}])
+    for frozen in (True, False):
+        p.requires_grad_(not frozen)
+        assert snapshot.unchanged([grads[0]], [{}])
+        assert snapshot.gradients is not None
+        assert snapshot.gradients.tolist() == [grads.data_ptr()]
+    assert not snapshot.unchanged([grads[1]], [{}])  # not at a multiple of 16 bytes
+    assert not snapshot.unchanged([grads[0].to_sparse()], [{}])
 
 
 @pytest.mark.parametrize("size", [300, 900])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -266,3 +268,23 @@ def test_stepping_in_backward_frees_gradients_on_the_device() -> None:
         torch.cuda.empty_cache()
     assert torch.equal(*ends)
     assert peaks[1] - peaks[0] > 8 * 2 * 4096 * 4096
+
+
+def test_the_captured_loop_of_the_docs_is_the_eager_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its two graphs, of steps with gauges and without, print what eager steps print."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "training_loops.md"
+    (block,) = [
+        text for text in re.findall(r"```py\n(.*?)```", page.read_text(), re.DOTALL) if "graph.replay()" in text
+    ]
+    eager = "optimizer.gauges = step % 10 == 0; loss = train_step(); stats = optimizer.last_stats"
+    ends, printed = [], []
+    for text in (block, block.replace("graph.replay()", eager)):
+        space: dict[str, Any] = {}
+        exec(text, space)
+        ends.append(values(list(space["model"].parameters())))
+        assert all(state["step"] == 32 for state in space["optimizer"].state.values())
+        printed.append([list(map(float, line.split())) for line in capsys.readouterr().out.splitlines()])
+    assert len(printed[0]) == 3
+    for mine, theirs in zip(*printed, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3)
+    assert (ends[0] - ends[1]).abs().max() < 1e-3

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -12,6 +14,7 @@ _CAPABILITY = (7, 0)  # the oldest that Triton compiles for
 # The oldest that have the instructions which kernels name: conversions to bf16, and to float8.
 _NAMED, _FLOAT8 = (8, 0), (8, 9)
 _TUNED = (9, 0)  # H100 and H200
+_begun: list[Future[Any]] = []
 
 
 @functools.lru_cache(maxsize=1)
@@ -61,6 +64,49 @@ def limits_registers(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) == _TUNED
 
 
+def begin() -> None:
+    """Start in threads what a first step waits for: Triton's driver, hash and assembler, and what reads addresses.
+
+    It takes half a second, and what the first step does before it has no use for it: to be called there. Threads
+    that are over when the step is do not meet the forks of data loaders.
+    """
+    if _begun or importlib.util.find_spec("triton") is None:
+        return
+    from narrowgauge.kernels._c_addresses import reader
+
+    pool = ThreadPoolExecutor(3)
+    driver = pool.submit(_driver)
+    _begun.extend([driver, pool.submit(_hash), pool.submit(reader), pool.submit(_assembler, driver)])
+    pool.shutdown(wait=False)
+
+
+def wait(count: int | None = None) -> None:
+    """Until all that `begin` has started is over, or the first of it; what fails fails again where it is used."""
+    for one in _begun[:count]:
+        one.exception()
+
+
+def _driver() -> None:
+    import triton
+
+    _ = triton.runtime.driver.active.utils
+
+
+def _hash() -> None:
+    """Of Triton's library of 400 MB, a part of the keys under which it keeps what it has compiled."""
+    from triton.runtime import cache
+
+    cache.triton_key()
+
+
+def _assembler(driver: Future[Any]) -> None:
+    import triton
+    from triton.compiler.compiler import make_backend
+
+    driver.exception()  # waits: it would be compiled twice
+    make_backend(triton.runtime.driver.active.get_current_target()).hash()
+
+
 @functools.lru_cache(maxsize=64)
 def unavailable(device: torch.device) -> str | None:
     """Why kernels do not run on a device, or None if they do; looked into once."""
@@ -77,6 +123,7 @@ def unavailable(device: torch.device) -> str | None:
             return "TRITON_INTERPRET is set"
         # Its driver is C that is compiled on first use: without compiler or Python's headers this fails, as every
         # launch would.
+        wait(1)
         _ = triton.runtime.driver.active.utils
     except Exception as error:
         return f"Triton does not start: {type(error).__name__}: {' '.join(str(error).split())[:160]}"

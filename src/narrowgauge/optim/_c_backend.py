@@ -115,6 +115,8 @@ def fits(kernel: CKernel, step: ParamStep) -> bool:
 class CSteps:
     """A `StepList`: the steps of parameters on a CPU. `steps` are those of the list that have a kernel."""
 
+    reads_steps = True
+
     def __init__(self, steps: Sequence[ParamStep], scaled: bool, measured: bool) -> None:
         self._measured = measured
         self.steps: list[ParamStep] = []
@@ -146,7 +148,7 @@ class CSteps:
         for group, fixed in zip(self._groups, self._fixed, strict=True):
             if group.current().fixed != fixed:
                 return False
-        if not self._snapshot.unchanged(self._params, grads, states):
+        if not self._snapshot.unchanged(grads, states):
             return False
         if self._snapshot.gradients is not before:
             for table in self._tables:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter, is_
+from operator import is_
 from types import NoneType
 from typing import Any, Generic, TypeVar
 
@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from narrowgauge.kernels._c_addresses import StateAddresses, look
 from narrowgauge.storage import Float8Weight
 
 # Options of a group with the storages of single parameters, by the name of a parameter: under KEPT those that the
@@ -28,7 +29,6 @@ from narrowgauge.storage import Float8Weight
 KEPT, STORAGES = "kept", "storages"
 LISTS = ("params", "param_names", KEPT, STORAGES)  # entries of a group that rules do not read
 _CONSTANTS = (float, int, bool, str, NoneType)
-_DTYPE = attrgetter("dtype")
 
 T = TypeVar("T")
 
@@ -73,7 +73,8 @@ class OfGroup(Generic[T]):
 
 
 class TensorSnapshot:
-    """Addresses, dtypes and layouts of a list of parameters, gradients and states. Keeps none of them alive.
+    """Addresses, dtypes and layouts of a list of parameters, and of their gradients and states. Keeps neither
+    gradients nor states alive.
 
     `gradients` has the gradients' addresses; it is None if one has none.
     """
@@ -81,63 +82,43 @@ class TensorSnapshot:
     def __init__(
         self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]
     ) -> None:
-        self._params, self._layouts, self._states = _param_facts(params), _grad_layouts(grads), _state_facts(states)
-        found = addresses(grads)
+        self._params = tuple(params)
+        self._in_parts = Float8Weight in map(type, params)
         self.gradients: npt.NDArray[np.int64] | None = None
-        self._found, self._offsets = found, None
-        if found is not None:
-            self.gradients = np.array(found, dtype=np.int64)
-            self._offsets = self.gradients & 15
+        tensors = self._all(grads)
+        self._first = len(tensors) - len(grads)  # of the gradients among them
+        try:
+            self._where, self._kinds = look(tensors)
+            self._negated = list(map(Tensor.is_neg, grads))
+            self._states = StateAddresses(tuple(states))
+        except (RuntimeError, TypeError):  # a sparse gradient, or none
+            return
+        self.gradients = self._where[self._first :]
 
-    def unchanged(
-        self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]
-    ) -> bool:
+    def unchanged(self, grads: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]) -> bool:
         """Whether all is as it was. Gradients may have moved by multiples of 16 bytes; `gradients` follows them."""
-        found = addresses(grads)
-        if found is None or self._offsets is None:
+        if self.gradients is None:
             return False
-        if (
-            _grad_layouts(grads) != self._layouts
-            or _param_facts(params) != self._params
-            or _state_facts(states) != self._states
-        ):
-            return False
-        if found != self._found:
-            moved = np.array(found, dtype=np.int64)
-            if (moved & 15 != self._offsets).any():
+        try:
+            # A gradient of another size may be given the memory of the one before.
+            where, kinds = look(self._all(grads))
+            # Some gradients through complex numbers are views that are negated when they are read.
+            if kinds != self._kinds or list(map(Tensor.is_neg, grads)) != self._negated:
                 return False
-            self._found, self.gradients = found, moved
+        except (RuntimeError, TypeError):
+            return False
+        if not self._states.hold(tuple(states)):
+            return False
+        if not np.array_equal(where, self._where):
+            moved = where != self._where
+            if moved[: self._first].any() or ((where ^ self._where) & 15).any():
+                return False
+            self._where, self.gradients = where, where[self._first :]
         return True
 
-
-def addresses(tensors: Iterable[Tensor]) -> list[int] | None:
-    """Addresses of tensors; None if one has none: a sparse one, or no tensor."""
-    try:
-        return list(map(Tensor.data_ptr, tensors))
-    except (RuntimeError, TypeError):
-        return None
-
-
-def _param_facts(params: Sequence[Tensor]) -> tuple[Any, ...]:
-    if Float8Weight in map(type, params):  # the memory is that of what such a weight consists of
-        parts = ((p.codes, p.low, p.numbers) if isinstance(p, Float8Weight) else (p,) for p in params)
-        params = list(chain.from_iterable(parts))
-    # A gradient of another size may be given the memory of the one before.
-    sizes, contiguous = list(map(Tensor.numel, params)), list(map(Tensor.is_contiguous, params))
-    return list(map(Tensor.data_ptr, params)), sizes, list(map(_DTYPE, params)), contiguous
-
-
-def _grad_layouts(grads: Sequence[Tensor]) -> Any:
-    try:
-        # Some gradients through complex numbers are views that are negated when they are read.
-        return list(map(_DTYPE, grads)), list(map(Tensor.is_contiguous, grads)), list(map(Tensor.is_neg, grads))
-    except RuntimeError:  # a sparse gradient
-        return object()  # equals no other
-
-
-def _state_facts(states: Sequence[Mapping[str, Tensor]]) -> Any:
-    try:
-        found = list(map(Tensor.data_ptr, chain.from_iterable(map(dict.values, states))))  # type: ignore[arg-type]
-    except (RuntimeError, TypeError):
-        return object()
-    return found, list(map(len, states))
+    def _all(self, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Parameters and gradients; the memory of a Float8Weight is that of what it consists of."""
+        if not self._in_parts:
+            return (*self._params, *grads)
+        parts = ((p.codes, p.low, p.numbers) if isinstance(p, Float8Weight) else (p,) for p in self._params)
+        return (*chain.from_iterable(parts), *grads)

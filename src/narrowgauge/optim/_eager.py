@@ -455,6 +455,8 @@ def with_gradient(step: ParamStep, verdict: Verdict | None) -> ParamStep:
 class EagerSteps:
     """A `StepList`: the steps of parameters on one device, one after the other. For `elementwise` see `chunks`."""
 
+    reads_steps = True
+
     def __init__(
         self,
         steps: Sequence[ParamStep],

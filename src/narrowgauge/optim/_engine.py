@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from narrowgauge.kernels._triton import name, unavailable
+from narrowgauge.kernels._triton import begin, name, unavailable
 from narrowgauge.optim import _c_backend
 from narrowgauge.optim._c_backend import CSteps
 from narrowgauge.optim._changes import identical
@@ -63,6 +63,10 @@ class StepList(Protocol):
     @property
     def watched(self) -> Sequence[ParamStep]:
         """The parameters that `refresh` looks at: with those, of Triton's list, that have no kernel yet."""
+
+    @property
+    def reads_steps(self) -> bool:
+        """Whether gradients and states are read from `steps`, or from tables that `refresh` keeps."""
 
     def refresh(self, grads: Sequence[Tensor], states: Sequence[State]) -> bool:
         """Whether the list still holds for the gradients and states of `watched`, whose addresses may change."""
@@ -212,6 +216,8 @@ class Engine:
         """Give every parameter that has a gradient to a backend."""
         owners = list(chain.from_iterable([[group] * len(group["params"]) for group in groups]))
         there = [index for index, grad in enumerate(grads) if grad is not None]
+        if "triton" in self.backends and any(params[index].is_cuda for index in there):
+            begin()
         for index in there:
             plan = self.plans.get(params[index])
             if plan is None or plan.kind != kind_of(params[index]):
@@ -315,7 +321,7 @@ class _Roster:
         self._plans, self._params, self._groups = plans, params, list(groups)
         self._sizes = [len(group["params"]) for group in groups]
         self._types = list(map(type, grads))
-        self._pick = _picker([step.index for step in steps])
+        self._pick = _picker([step.index for step in steps], len(params))
         self._marked = times_marked()
         sharded = any(is_shared(params[step.index]) for step in steps)
         self._locals = [step.param for step in steps] if sharded else None
@@ -325,10 +331,14 @@ class _Roster:
         # Tensors have slow hashes: their states are found by position.
         self._keys = list(state) if len(steps) > 1 else []
         positions = {id(key): position for position, key in enumerate(self._keys)}
-        self._pick_states = _picker([positions[id(params[step.index])] for step in steps] if positions else [])
-        self._states = tuple(step.state for step in steps)
+        found = [positions[id(params[step.index])] for step in steps] if positions else []
+        self._pick_states = _picker(found, len(positions))
+        self._states, self._kept = tuple(step.state for step in steps), list(state.values())
         numbers = {id(step): number for number, step in enumerate(steps)}
-        self._watches = [_picker([numbers[id(step)] for step in some.watched]) for some in lists]
+        self._watches = [_picker([numbers[id(step)] for step in some.watched], len(steps)) for some in lists]
+        read = {id(step) for some in lists if some.reads_steps for step in some.steps} | set(map(id, self.raising))
+        self._read = [(step, number) for number, step in enumerate(steps) if id(step) in read]
+        self._holding = steps  # gradients
 
     def refresh(
         self,
@@ -351,19 +361,21 @@ class _Roster:
             return False
         if self._locals is not None and not identical([local(params[s.index]) for s in self.steps], self._locals):
             return False
-        if len(self.steps) > 1 and identical(list(state), self._keys):
-            states = self._pick_states(list(state.values()))
-        else:
-            states = tuple(state[params[step.index]] for step in self.steps)
+        kept = list(state.values())
+        if not identical(kept, self._kept):
+            if len(self.steps) > 1 and identical(list(state), self._keys):
+                self._states = self._pick_states(kept)
+            else:
+                self._states = tuple(state[params[step.index]] for step in self.steps)
+            for step, own in zip(self.steps, self._states, strict=True):
+                step.state = own
+            self._kept = kept
+        states = self._states
         if not all(states):
             return False  # a state that was taken away is made again
         found = self._pick(grads)
-        for step, grad in zip(self.steps, found, strict=True):
-            step.grad = grad
-        if not identical(states, self._states):
-            for step, own in zip(self.steps, states, strict=True):
-                step.state = own
-            self._states = states
+        for step, number in self._read:
+            step.grad = found[number]
         fresh = True
         for some, of in zip(self.lists, self._watches, strict=True):
             fresh = fresh and some.refresh(of(found), of(states))
@@ -379,8 +391,9 @@ class _Roster:
 
     def release(self) -> None:
         """Keep no gradient alive until the next step."""
-        for step in self.steps:
+        for step in self._holding:
             step.grad = _RELEASED
+        self._holding = [step for step, _ in self._read]
 
     def run_as_they_arrive(self, arrival: Any, verdict: Verdict | None, summed: bool) -> Measured:
         """Step parameters one by one, in the order in which their gradients arrive."""
@@ -436,8 +449,10 @@ def refuse_waiting(steps: Sequence[ParamStep]) -> None:
         )
 
 
-def _picker(positions: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """What gives some items of a sequence, by a loop that runs in C."""
+def _picker(positions: list[int], of: int) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """What gives some items of a sequence of so many, by a loop that runs in C."""
+    if positions == list(range(of)):
+        return tuple
     if len(positions) > 1:
         return itemgetter(*positions)
     return lambda items: tuple(items[position] for position in positions)

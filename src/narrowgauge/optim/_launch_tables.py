@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from narrowgauge.kernels._step._compile import compile_together
 from narrowgauge.kernels._step._launch import COLUMNS, Cut, Tables, TritonKernels
 from narrowgauge.kernels._step._layout import AT
 from narrowgauge.optim._changes import identical
@@ -101,6 +103,7 @@ class LaunchTables:
         self._numbers: list[list[list[float]]] = []
         self._on_device: list[tuple[Tensor, Tensor]] = []
         self._spare: list[Tensor] = []
+        self._compiled = False
 
     def of_a_graph(self) -> LaunchTables:
         """Tables like these for a step that is being captured."""
@@ -190,6 +193,13 @@ class LaunchTables:
                     stats = tables.buffer("stats", torch.float64, shape[0] * shape[1]).view(shape)
                 else:
                     stats = torch.empty(shape, dtype=torch.float64, device=self.device)
-            launch.step(tables, stats, verdict, summed)
             found.append(stats)
+        parts = list(zip(self.launches, self.tables, found, strict=True))
+        if not self._compiled:
+            self._compiled = True
+            wanted = [each.step.uncompiled(tables, stats, verdict, summed) for each, tables, stats in parts]
+            with torch.cuda.device_of(self._there):  # type: ignore[no-untyped-call]
+                compile_together(list(chain.from_iterable(wanted)))
+        for launch, tables, stats in parts:
+            launch.step(tables, stats, verdict, summed)
         return found

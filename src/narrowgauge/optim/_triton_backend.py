@@ -124,6 +124,8 @@ class TritonSteps:
     `watched`: what has no kernel at this step may have one at the next.
     """
 
+    reads_steps = False
+
     def __init__(self, steps: Sequence[ParamStep], factor: FactorMode = "", measured: bool = False) -> None:
         self.left: dict[int, str] = {}
         own = {id(step.group): step.group for step in steps}.values()
@@ -159,7 +161,7 @@ class TritonSteps:
 
     def refresh(self, grads: Sequence[Tensor], states: Sequence[State]) -> bool:
         """Whether the list still holds. Uploads changed numbers and gradients' addresses."""
-        if not self._snapshot.unchanged(self._params, grads, states):
+        if not self._snapshot.unchanged(grads, states):
             return False
         self._numbers = [group.current() for group in self._groups]
         if [(found.traced, found.static) for found in self._numbers] != self._kinds:

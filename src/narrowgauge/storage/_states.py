@@ -229,12 +229,11 @@ class CodedState(StateStorage):
         return -(-numel * self.bits // 8) + 4 * block_count(numel, block_size)
 
     def init(self, p: Tensor, signed: bool, block_size: int) -> Tensors:
-        # One element is encoded and repeated: loading a state asks for this more than once a moment.
-        zero = torch.zeros(1, dtype=torch.float32, device=p.device)
-        tensors = self.encode(zero, StateContext(zero.shape, signed, 1))
-        codes = _repeated(tensors.pop("codes")[0], p.shape)
+        # One element is encoded, once, on the CPU: a GPU would load dozens of kernels for it in a first step.
+        tensors = dict(_encoded_zero(self, signed))
+        codes = _repeated(tensors.pop("codes")[0], p.shape, p.device)
         count = block_count(p.numel(), block_size)
-        numbers = {name: _repeated(one, (count, *one.shape[1:])) for name, one in tensors.items()}
+        numbers = {name: _repeated(one, (count, *one.shape[1:]), p.device) for name, one in tensors.items()}
         return {"codes": self._pack(codes)} | numbers
 
     def codes(self, tensors: Tensors, shape: torch.Size) -> Tensor:
@@ -255,8 +254,18 @@ class CodedState(StateStorage):
         return codes if self.bits == 8 else unpack_pairs(codes, shape)
 
 
-def _repeated(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return x.expand(shape).clone(memory_format=torch.contiguous_format)
+@functools.lru_cache(maxsize=64)
+def _encoded_zero(storage: CodedState, signed: bool) -> Tensors:
+    """A zero as a storage keeps it, in a block of its own; not to be written to."""
+    with torch.inference_mode(False):
+        zero = torch.zeros(1, dtype=torch.float32, device="cpu")
+        return storage.encode(zero, StateContext(zero.shape, signed, 1))
+
+
+def _repeated(x: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    if len(values := set(x.flatten().tolist())) == 1:
+        return torch.full(shape, values.pop(), dtype=x.dtype, device=device)
+    return x.to(device).expand(shape).clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)

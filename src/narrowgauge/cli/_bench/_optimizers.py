@@ -139,6 +139,8 @@ def _measure(row: Row, of: ParameterList, device: torch.device, speed: float, se
     first = timed(optimizer.step, device)
     for _ in range(_WARM):
         optimizer.step()
+    if any(p.grad is None for p in parameters):
+        raise RuntimeError("a step takes gradients away, and the next ones would do nothing")
     count = sum(p.numel() for p in parameters)
     extra = _peak_extra_bytes(optimizer, device) / count if device.type == "cuda" else 0.0
     times = time_steps(optimizer.step, device, seconds)

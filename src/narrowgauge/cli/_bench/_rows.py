@@ -56,6 +56,7 @@ class Row:
         devices: where it runs.
         group: the rows that it is compared with.
         gauges: how ours are switched.
+        moments: the dtype of Adam's moments if they are put into the state of torch's before its first step.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Row:
     devices: tuple[str, ...] = ("cpu", "cuda")
     group: str = ""
     gauges: bool = False
+    moments: torch.dtype | None = None
 
     @property
     def family(self) -> str:
@@ -76,8 +78,8 @@ class Row:
 
     @property
     def peer(self) -> bool:
-        """Whether it is another library's."""
-        return self.family not in ("narrowgauge", "torch")
+        """Whether it is another library's, or torch's own as another library uses it."""
+        return self.family not in ("narrowgauge", "torch") or self.moments is not None
 
     def make(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer."""
@@ -87,6 +89,9 @@ class Row:
             made: torch.optim.Optimizer = kind(parameters, **self.options)
         if self.gauges:
             made.gauges = True  # type: ignore[attr-defined]
+        for p in parameters if self.moments is not None else ():
+            moments = {name: torch.zeros_like(p, dtype=self.moments) for name in ("exp_avg", "exp_avg_sq")}
+            made.state[p] = {"step": torch.zeros((), device=p.device), **moments}
         return made
 
 
@@ -144,7 +149,9 @@ _STABLE, _FUSED, _FOREACH, _LR = "StableAdamW", {"fused": True}, {"foreach": Tru
 # Asked for, because optimi's own choice is not always the faster one: on a GPU its AdamW went without kernels, and
 # on a CPU they are tried wherever triton is installed.
 _TRITON, _NO_TRITON = {**_LR, "triton": True}, {**_LR, "triton": False}
-_ECC = {"lr": 1e-3, "ecc": "bf16+8", "param_ecc": "bf16+8"}
+# A gradient that a step takes away would be missing in the next one.
+_KEEPING = {**_LR, "consume_grad": False}
+_ECC = {**_KEEPING, "ecc": "bf16+8", "param_ecc": "bf16+8"}
 _PLAIN = _ours("AdamW 8bit", "bf16, the paper's 8-bit states", states="8bit")
 _WIDER = (
     _ours("AdamW 8bit, split8", "24-bit weights, the paper's states", states="8bit", weights="split8"),
@@ -187,7 +194,10 @@ _ROWS = (
             "FlashAdamW, 32 bits", "32-bit weights, 8-bit states", _BF16, "flashoptim", "FlashAdamW",
             {**_LR, "master_weight_bits": 32}, (), _CUDA,
         ),
-        Row("HeavyBall AdamW, bf16+8", "24-bit words", _BF16, "heavyball", "AdamW", _ECC, (), _CUDA),
+        Row(
+            "HeavyBall AdamW, bf16+8", "24-bit weights and states, compiled", _BF16, "heavyball", "AdamW", _ECC, (),
+            _CUDA,
+        ),
     ),
     *_group(
         "AdamW, states of 16 and 32 bits",
@@ -198,10 +208,14 @@ _ROWS = (
         _ours("AdamW fp32", "everything in fp32", dtype=_FP32),
         Row("torch AdamW fused, bf16", "everything in bf16", _BF16, "torch.optim", "AdamW", _FUSED),
         Row("torch AdamW fused, fp32", "everything in fp32", _FP32, "torch.optim", "AdamW", _FUSED),
+        Row(
+            "torch AdamW fused, bf16 states", "fp32 weights, as torchtitan has it", _FP32, "torch.optim", "AdamW",
+            _FUSED, (), _CUDA, moments=_BF16,
+        ),
         Row("torch AdamW foreach, fp32", "everything in fp32", _FP32, "torch.optim", "AdamW", _FOREACH),
         Row("optimi AdamW", "Kahan-summed bf16", _BF16, "optimi", "AdamW", _TRITON, (), _CUDA),
         Row("optimi AdamW", "Kahan-summed bf16", _BF16, "optimi", "AdamW", _NO_TRITON, (), _CPU),
-        Row("HeavyBall AdamW", "bf16, fp32 states, compiled", _BF16, "heavyball", "AdamW", _LR, (), _CUDA),
+        Row("HeavyBall AdamW", "bf16, fp32 states, compiled", _BF16, "heavyball", "AdamW", _KEEPING, (), _CUDA),
     ),
     *_group(
         "Sums over a tensor first",

@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import triton
 import triton.language as tl
 
-from narrowgauge.kernels import _launches
+from narrowgauge.kernels import _launches, _triton
 from narrowgauge.kernels._codec import text_of
 from narrowgauge.kernels._launches import CachedKernel, module_of
 from narrowgauge.kernels._step import _codebooks, _float8_weights, _floats, _log_states, _packing, _stats, _weights
 
+_HEAD_START = 0.3  # seconds
+# A kernel, with grid, arguments, constants and options of a launch.
+Compilation: TypeAlias = tuple[CachedKernel, tuple[int, ...], tuple[Any, ...], Any, Any]
 _CALLED = ("_decode", "_encode", "_unusual", "_read", "_add", "_moved")  # ends of codecs' functions; see `_codecs`
 
 
@@ -69,23 +72,33 @@ def compiled(source: str, name: str, texts: tuple[str | Path | None, ...] = ()) 
     return module_of(source, name, functions(texts), __name__)[name]
 
 
-def compile_together(launches: Sequence[tuple[CachedKernel, tuple[int, ...], tuple[Any, ...], Any, Any]]) -> None:
+def compile_together(launches: Sequence[Compilation]) -> None:
     """Compile what launches would, each in a thread: much of a compilation runs outside of Python.
 
+    So does what launches them, which Triton writes in C and compiles for each list of types. What runs in Python
+    comes first, and takes turns: the kernel that takes longest, of the longest text, has a head start, in which it
+    is over if it has been compiled before.
+
     Args:
-        launches: of different kernels, each with the arguments of its call. On the current device.
+        launches: of different kernels. On the current device.
     """
     wanted = [(one, *rest) for one, *rest in launches if not one.interpreted]
     if len(wanted) < 2:
         return
+    longest, *others = sorted(wanted, key=lambda job: -len(getattr(job[0].kernel, "src", "")))
+    getattr(longest[0].kernel, "cache_key", None)  # of all functions that it calls; kept
+    _triton.wait()
     device = _launches.current_device()
 
     def work(
         one: CachedKernel, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: Any, options: Any
     ) -> None:
         with torch.cuda.device(device):  # a thread begins on the first
-            one.kernel.warmup(*arguments, grid=grid, **constants, **options)
+            made = one.kernel.warmup(*arguments, grid=grid, **constants, **options)
+            getattr(made, "run", None)  # makes the launcher
 
     with ThreadPoolExecutor(len(wanted)) as pool:
-        for done in [pool.submit(work, *job) for job in wanted]:
+        jobs = [pool.submit(work, *longest)]
+        wait(jobs, _HEAD_START)
+        for done in jobs + [pool.submit(work, *job) for job in others]:
             done.result()

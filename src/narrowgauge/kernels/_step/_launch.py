@@ -21,7 +21,7 @@ from torch import Tensor
 from narrowgauge.kernels._graph import Equation, Node, uniforms
 from narrowgauge.kernels._launches import CachedKernel, FixedLaunch
 from narrowgauge.kernels._step import _source, _stats
-from narrowgauge.kernels._step._compile import compile_together, compiled
+from narrowgauge.kernels._step._compile import Compilation, compiled
 from narrowgauge.kernels._step._expressions import numbers_source, totals_source
 from narrowgauge.kernels._step._layout import AT, WIDTH, Layout
 from narrowgauge.kernels._triton import limits_registers
@@ -75,6 +75,7 @@ class Tables:
     cut: Cut | None = None  # where programs of the step are added up for gauges, if there are any
     scratch: dict[str, Tensor] = field(default_factory=dict)  # made on first use and kept
     launched: dict[str, FixedLaunch] = field(default_factory=dict)  # by name
+    usual: list[FixedLaunch] = field(default_factory=list)  # those of a step without verdict and gauges, once taken
 
     @property
     def books(self) -> list[Tensor]:
@@ -224,16 +225,32 @@ class TritonKernels:
             verdict: float32 (2,), where gradients have a factor: that, and whether no tensor takes the step.
             summed: whether `add_up` has been called, and its sums may have been added to.
         """
-        given = [] if verdict is None else [verdict]
-        launches = self._launches(tables, given, stats, summed and bool(self.terms))
+        usual = stats is None and verdict is None and not summed
         with torch.cuda.device_of(tables.rows):  # Triton launches on the current device
-            if not self._compiled:
-                self._compiled = True
-                compile_together([(of, (count,), x, c, o) for _, of, count, x, c, o in launches if count])
+            if usual and tables.usual:
+                for launch in tables.usual:
+                    launch()
+                return
+            launches = self._launches(tables, verdict, stats, summed)
             _run(tables, launches)
+            if usual:  # on the same tensors at every step
+                tables.usual[:] = [tables.launched[name] for name, _, count, *_ in launches if name and count]
 
-    def _launches(self, tables: Tables, verdict: list[Tensor], stats: Tensor | None, summed: bool) -> list[_Launch]:
+    def uncompiled(
+        self, tables: Tables, stats: Tensor | None, verdict: Tensor | None, summed: bool
+    ) -> list[Compilation]:
+        """What the first call with these arguments has to compile, for `compile_together`; nothing later on."""
+        if self._compiled:
+            return []
+        self._compiled = True
+        launches = self._launches(tables, verdict, stats, summed)
+        return [(of, (count,), x, c, o) for _, of, count, x, c, o in launches if count]
+
+    def _launches(
+        self, tables: Tables, decided: Tensor | None, stats: Tensor | None, summed: bool
+    ) -> list[_Launch]:
         """The launches of a step, in order."""
+        verdict, summed = [] if decided is None else [decided], summed and bool(self.terms)
         count, programs = tables.rows.shape[0], tables.programs.numel()
         flags, steps = (tables.buffer(name, torch.int32, count) for name in ("flags", "steps"))
         row = tables.buffer("uniforms", torch.float32, count * max(self.met, 1))
