@@ -1,8 +1,8 @@
-"""A step of a language model: the models in their sizes, other libraries' layers, and the device's work in a step.
+"""A step of a language model: the models in their sizes, other libraries' layers, and the kernels of a step.
 
-The classes are transformers', from a configuration, with random weights. GPT-2's layers of transposed weights become
-`nn.Linear`, which all libraries convert. Each block is compiled by itself, and the head with the loss, as torchtitan
-compiles LLaMA; blocks share what was compiled for the first.
+The classes are transformers', from a configuration, with random weights. GPT-2's layers of transposed weights
+become `nn.Linear`, which all libraries convert. Each block is compiled by itself, and the head with the loss, as
+torchtitan compiles LLaMA; blocks share what was compiled for the first.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ def other_layers() -> tuple[Layer, ...]:
         *(peer for peer in peers() if peer.peer == "torchao" and peer.recipe != "int8"),
         BlockwiseLayer("torchao blockwise", "float8 by blocks, all three", 3, peer="torchao"),
         TransformerEngineLayer(f"{engine} current", three, 3, peer=engine, recipe="Float8CurrentScaling"),
-        TransformerEngineLayer(f"{engine} block", f"{three} by blocks", 3, peer=engine, recipe="Float8BlockScaling"),
+        TransformerEngineLayer(
+            f"{engine} block", f"{three} by blocks", 3, peer=engine, recipe="Float8BlockScaling"
+        ),
     )
 
 
@@ -121,7 +123,9 @@ def language_model(of: Sizes, device: torch.device, blocks: int | None = None, s
     torch.manual_seed(seed)
     with torch.device(device):
         config = of.config(of.blocks if blocks is None else blocks)
-        built: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
+        built: nn.Module = AutoModelForCausalLM.from_config(
+            config, attn_implementation="sdpa", dtype=torch.bfloat16
+        )
     for parent in list(built.modules()):
         for name, own in list(parent.named_children()):
             if isinstance(own, Conv1D):

@@ -1,18 +1,18 @@
-"""A whole training step of a language model with the linear layers of its blocks by each plan, beside `nn.Linear` and
-other libraries.
+"""A training step of a language model with the linear layers of its blocks by each plan, beside `nn.Linear` and
+other libraries' layers.
 
-A step is forward, backward, the optimizer's step and gradients freed; everything is bf16, attention is torch's causal
-one. There is one model and one optimizer, the recipe adamw8bit-split8: the linear layers of its blocks are swapped in
-place, all of them for each side, while embedding and head stay as they are. Sides take turns, round by round; a
-speed-up is the median of the rounds' ratios. In the end two sides take turns with torch's fused AdamW.
+A step is forward, backward, the optimizer's step and gradients freed; everything is bf16, attention is torch's
+causal one. There is one model and one optimizer, the recipe adamw8bit-split8: the linear layers of its blocks are
+swapped in place, all of them for each side, while embedding and head stay as they are. Sides take turns, round by
+round; a speed-up is the median of the rounds' ratios. In the end two sides take turns with torch's fused AdamW.
 
     python benchmarks/bench_language.py [--models llama-1b,llama-8b] [--plans SWITCHBACK:e4m3] [--json FILE]
-    python benchmarks/bench_language.py --curves 300 --resume --json FILE      # adds losses on a text to the rows
+    python benchmarks/bench_language.py --curves 300 --models llama-1b --json FILE    # losses on a text, too
     python benchmarks/bench_language.py --check        # a tiny model, in seconds, on a CPU too
 
 Noise is that of each side at the MLP's first layer, as `bench_layers.py` measures it. `--curves` trains a model of
-the same sizes, but of a few blocks, once for each side, from the same weights and on the same windows of a text, the
-Python sources that are installed. `--resume` keeps the models and curves that a results file has, and adds rows.
+the same sizes, but of a few blocks, once for each side, from the same weights and on the same windows of a text:
+the Python sources that are installed. `--resume` keeps the models, curves and noise that a results file has.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ PLANS = (
 OURS, TORCHS = "adamw8bit-split8", "torch AdamW fused"
 _GRAPHS = 64  # compiled variants of a block that may live side by side
 _KERNELS = 12  # the longest of a step, in the results
-_RATE, _WARM_UP, _LAST, _SEEDS = 6e-4, 30, 30, (0, 1)  # of curves: the rate, steps up to it, steps of the end's mean
+_RATE, _WARM_UP, _LAST = 6e-4, 30, 30  # of curves: the rate, steps up to it, steps of the end's mean
 
 
 def optimizer_of(name: str, model: nn.Module, rate: float) -> torch.optim.Optimizer:
@@ -73,7 +73,8 @@ def optimizer_of(name: str, model: nn.Module, rate: float) -> torch.optim.Optimi
 
 def bench(of: Sizes, layers: Sequence[Layer], args: argparse.Namespace) -> dict[str, Any]:
     """All sides of a model: settings, and a row a side."""
-    _fresh()
+    torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = _GRAPHS
     device = args.device
     model = language_model(of, device)
     loss = loss_of(model, args.compile, args.backend)
@@ -186,11 +187,6 @@ def losses_of(of: Sizes, layer: Layer, seed: int, args: argparse.Namespace) -> d
     }  # fmt: skip
 
 
-def _fresh() -> None:
-    torch._dynamo.reset()
-    torch._dynamo.config.recompile_limit = _GRAPHS
-
-
 def _freed(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
@@ -266,9 +262,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             for side, row in found["rows"].items():
                 print(f"  {side}: {_line(row)}", flush=True)
             save(args.json, results)
-        if name not in results["noise"]:
-            results["noise"][name] = _noise(of, args)
-            save(args.json, results)
         curves = results["curves"].setdefault(name, {}) if args.curves else {}
         sides = [(layer.name, layer, 0) for layer in args.layers if args.curves]
         for key, layer, seed in [*sides, *[(f"{BASELINE}, other weights", args.layers[0], 1)] * bool(sides)]:
@@ -283,13 +276,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             shown = {part: of for part, of in curves[key].items() if part != "curve"}
             print(f"  losses of {name}, {key}: {shown}", flush=True)
             save(args.json, results)
+        if name not in results["noise"]:
+            results["noise"][name] = _noise(of, args)
+            save(args.json, results)
         _freed(args.device)
     return results
 
 
 def _noise(of: Sizes, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Of each side at the first layer of the MLP, in decibels, by kind of inputs."""
-    torch._dynamo.reset()
     shape = Shape(min(args.tokens, 2048), of.width, of.hidden)
     found = {kind: noise(kind, shape, args.layers, torch.bfloat16, args.device, bias=False) for kind in INPUTS}
     _freed(args.device)
@@ -301,10 +296,10 @@ def _line(row: Mapping[str, Any]) -> str:
         return str(row["failed"])
     low, high = row.get("speedup_range", (0, 0))
     return (
-        f"{row['ms']:.1f} ms, {row.get('speedup', 0):.3f} x ({low:.3f} to {high:.3f}), device {row['device_ms']:.1f} "
-        f"ms, {row['tokens_per_second']:,.0f} tokens/s, {row['swapped']} layers, warm-up "
-        f"{row['warm_up_seconds']:.0f} s, {row['compiled_graphs']} graphs, {row['recompiled']} recompiled, peak "
-        f"{row.get('peak_bytes', 0) / 1e9:.1f} GB"
+        f"{row['ms']:.1f} ms, {row.get('speedup', 0):.3f} x ({low:.3f} to {high:.3f}), "
+        f"device {row['device_ms']:.1f} ms, {row['tokens_per_second']:,.0f} tokens/s, "
+        f"peak {row.get('peak_bytes', 0) / 1e9:.1f} GB, {row['swapped']} layers, "
+        f"warm-up {row['warm_up_seconds']:.0f} s, {row['compiled_graphs']} graphs, {row['recompiled']} recompiled"
     )
 
 
