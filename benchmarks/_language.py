@@ -8,7 +8,7 @@ torchtitan compiles LLaMA; blocks share what was compiled for the first.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -180,18 +180,18 @@ def windows_of(of: Sizes, tokens: int, device: torch.device) -> Tensor:
     return torch.randint(of.vocabulary, (tokens // of.sequence, of.sequence + 1), device=device)
 
 
-def kernels_of(run: Callable[[], Any], device: torch.device) -> Mapping[str, float]:
-    """Milliseconds of a run by kernel, on the device; of operators on a CPU."""
-    on_gpu = device.type == "cuda"
-    kind = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[kind]) as profiler:
+def kernels_of(run: Callable[[], Any], device: torch.device) -> dict[str, float]:
+    """Milliseconds of a run on a GPU by kernel, the longest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         run()
-        if on_gpu:
-            torch.cuda.synchronize(device)
+        torch.cuda.synchronize(device)
+    return by_kernel(profiler.events())
+
+
+def by_kernel(events: Iterable[Any]) -> dict[str, float]:
+    """The same of a profile, in which annotations stand beside the kernels in them."""
     found: dict[str, float] = {}
-    for event in profiler.events():
-        if not on_gpu:
-            found[event.name] = found.get(event.name, 0.0) + event.self_cpu_time_total / 1e3
-        elif event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
+    for event in events:
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
             found[event.name] = found.get(event.name, 0.0) + event.self_device_time_total / 1e3
     return dict(sorted(found.items(), key=lambda item: -item[1]))

@@ -66,9 +66,10 @@ _RATE, _WARM_UP, _LAST = 6e-4, 30, 30  # of curves: the rate, steps up to it, st
 
 
 def optimizer_of(name: str, model: nn.Module, rate: float) -> torch.optim.Optimizer:
+    options: dict[str, Any] = {"lr": rate, "betas": (0.9, 0.95), "weight_decay": 0.1}
     if name == OURS:
-        return recipes.get(OURS).apply(model, lr=rate)
-    return torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
+        return recipes.get(OURS).apply(model, **options)
+    return torch.optim.AdamW(model.parameters(), fused=True, **options)
 
 
 def bench(of: Sizes, layers: Sequence[Layer], args: argparse.Namespace) -> dict[str, Any]:
@@ -138,12 +139,13 @@ def in_turns(
         if over is not None:
             ratios = [other / mine for other, mine in zip(over, own, strict=True)]
             row |= {"speedup": statistics.median(ratios), "speedup_range": [min(ratios), max(ratios)]}
-        # After everything that is timed: a profiler leaves traces in the driver.
+    # After everything that is timed: a profiler leaves traces in the driver.
+    for layer in ready if device.type == "cuda" else ():
         with swapped(parts_, layer, made[layer.name]):
             step()
             kernels = kernels_of(step, device)
-        row["device_ms"] = sum(kernels.values())
-        row["kernels"] = {name[:80]: ms for name, ms in list(kernels.items())[:_KERNELS]}
+        longest = {name[:80]: ms for name, ms in list(kernels.items())[:_KERNELS]}
+        rows[layer.name] |= {"device_ms": sum(kernels.values()), "kernels": longest}
     return rows
 
 
@@ -166,7 +168,7 @@ def losses_of(of: Sizes, layer: Layer, seed: int, args: argparse.Namespace) -> d
     device, tokens = args.device, text_of(None, args.megabytes, args.vocabulary)[1]
     model = language_model(of, device, min(of.blocks, args.blocks), seed)
     loss = loss_of(model, args.compile, args.backend)
-    optimizer = recipes.get(OURS).apply(model, lr=_RATE, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=1.0)
+    optimizer = optimizer_of(OURS, model, _RATE)
     batches = Batches(tokens.train, args.tokens // of.sequence, of.sequence, seed=0)
 
     def step(number: int) -> torch.Tensor:
@@ -182,7 +184,7 @@ def losses_of(of: Sizes, layer: Layer, seed: int, args: argparse.Namespace) -> d
     with swapped(list(blocks_of(model)), layer):
         losses = [value for values, _ in looks(args.curves, step) for value in values]
     return {
-        "end": statistics.fmean(losses[-_LAST:]), "curve": curve(losses), "steps": len(losses),
+        "end": statistics.fmean(losses[-_LAST:]), "curve": curve(losses), "mean_of": _LAST, "steps": len(losses),
         "blocks": len(blocks_of(model)), "seconds": time.perf_counter() - begun,
     }  # fmt: skip
 
@@ -297,7 +299,7 @@ def _line(row: Mapping[str, Any]) -> str:
     low, high = row.get("speedup_range", (0, 0))
     return (
         f"{row['ms']:.1f} ms, {row.get('speedup', 0):.3f} x ({low:.3f} to {high:.3f}), "
-        f"device {row['device_ms']:.1f} ms, {row['tokens_per_second']:,.0f} tokens/s, "
+        f"device {row.get('device_ms', 0):.1f} ms, {row['tokens_per_second']:,.0f} tokens/s, "
         f"peak {row.get('peak_bytes', 0) / 1e9:.1f} GB, {row['swapped']} layers, "
         f"warm-up {row['warm_up_seconds']:.0f} s, {row['compiled_graphs']} graphs, {row['recompiled']} recompiled"
     )
