@@ -69,7 +69,12 @@ MODELS = {
 
 
 @dataclass(frozen=True)
-class BlockwiseLayer(Layer):
+class EagerLayer(Layer):
+    """A layer whose functions `torch.compile` cannot trace: with it a step is not compiled."""
+
+
+@dataclass(frozen=True)
+class BlockwiseLayer(EagerLayer):
     """torchao's prototype of block-wise scaling."""
 
     def converted(self, linear: nn.Linear) -> nn.Module:
@@ -78,7 +83,7 @@ class BlockwiseLayer(Layer):
 
 
 @dataclass(frozen=True)
-class TransformerEngineLayer(Layer):
+class TransformerEngineLayer(EagerLayer):
     """TransformerEngine's linear layer by one of its recipes."""
 
     def converted(self, linear: nn.Linear) -> nn.Module:
@@ -107,13 +112,13 @@ class _Autocast(nn.Module):
 
 def other_layers() -> tuple[Layer, ...]:
     """The layers of other libraries, installed or not."""
-    engine, three = "transformer_engine", "float8, all three multiplies"
+    engine, three = "transformer_engine", "float8, all three multiplies, step not compiled"
     return (
         *(peer for peer in peers() if peer.peer == "torchao" and peer.recipe != "int8"),
-        BlockwiseLayer("torchao blockwise", "float8 by blocks, all three", 3, peer="torchao"),
+        BlockwiseLayer("torchao blockwise", f"{three}, by blocks", 3, peer="torchao"),
         TransformerEngineLayer(f"{engine} current", three, 3, peer=engine, recipe="Float8CurrentScaling"),
         TransformerEngineLayer(
-            f"{engine} block", f"{three} by blocks", 3, peer=engine, recipe="Float8BlockScaling"
+            f"{engine} block", f"{three}, by blocks", 3, peer=engine, recipe="Float8BlockScaling"
         ),
     )
 

@@ -21,15 +21,18 @@ import argparse
 import dataclasses
 import gc
 import os
+import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from _language import (
     MODELS,
+    EagerLayer,
     Sizes,
     blocks_of,
     kernels_of,
@@ -106,16 +109,45 @@ def bench(of: Sizes, layers: Sequence[Layer], args: argparse.Namespace) -> dict[
     return found
 
 
+@contextmanager
+def placed(
+    blocks: Sequence[nn.Module], layer: Layer, made: dict[nn.Module, nn.Module] | None = None
+) -> Iterator[int]:
+    """A side's layers in their places (`swapped`), and the step compiled if that can be."""
+    with swapped(blocks, layer, made) as count:
+        if isinstance(layer, EagerLayer):
+            with torch.compiler.set_stance("force_eager"):
+                yield count
+        else:
+            yield count
+
+
+@contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    """A TimeoutError after so many seconds, as of a peer that is compiled for minutes."""
+
+    def late(*_: Any) -> None:
+        raise TimeoutError(f"the first steps must take at most {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def in_turns(
     model: nn.Module, layers: Sequence[Layer], step: Callable[[], None], args: argparse.Namespace
 ) -> dict[str, dict[str, Any]]:
     """A row for each side; the first is what the others are set against."""
-    device, parts_ = args.device, list(blocks_of(model))
+    device, blocks = args.device, list(blocks_of(model))
     rows: dict[str, dict[str, Any]] = {}
     made: dict[str, dict[nn.Module, nn.Module]] = {layer.name: {} for layer in layers}
     for layer in layers:
         try:
-            with swapped(parts_, layer, made[layer.name]) as count:
+            with placed(blocks, layer, made[layer.name]) as count, at_most(args.patience):
                 rows[layer.name] = {"swapped": count} | _warmed(step, args.warm_up, device)
         except Exception as error:  # whatever a peer raises is its result
             rows[layer.name] = {"failed": why(error)}
@@ -127,7 +159,7 @@ def in_turns(
     before, times = compiled_graphs(), {layer.name: [] for layer in ready}
     for _ in range(args.rounds):
         for layer in ready:
-            with swapped(parts_, layer, made[layer.name]):
+            with placed(blocks, layer, made[layer.name]):
                 if device.type == "cuda":
                     times[layer.name].append(timed_run(step, args.steps, device)[0])
                 else:
@@ -141,7 +173,7 @@ def in_turns(
             row |= {"speedup": statistics.median(ratios), "speedup_range": [min(ratios), max(ratios)]}
     # After everything that is timed: a profiler leaves traces in the driver.
     for layer in ready if device.type == "cuda" else ():
-        with swapped(parts_, layer, made[layer.name]):
+        with placed(blocks, layer, made[layer.name]):
             step()
             kernels = kernels_of(step, device)
         longest = {name[:80]: ms for name, ms in list(kernels.items())[:_KERNELS]}
@@ -181,7 +213,7 @@ def losses_of(of: Sizes, layer: Layer, seed: int, args: argparse.Namespace) -> d
         return found.detach()
 
     begun = time.perf_counter()
-    with swapped(list(blocks_of(model)), layer):
+    with placed(list(blocks_of(model)), layer):
         losses = [value for values, _ in looks(args.curves, step) for value in values]
     return {
         "end": statistics.fmean(losses[-_LAST:]), "curve": curve(losses), "mean_of": _LAST, "steps": len(losses),
@@ -206,6 +238,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--tokens", type=int, default=8192, help="of a step")
     parser.add_argument("--warm-up", type=int, default=3, help="steps of each side before any is counted")
+    parser.add_argument("--patience", type=int, default=60, help="seconds that a side's first steps take at most")
     parser.add_argument("--steps", type=int, default=5, help="steps of a side in a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--curves", type=int, default=0, metavar="STEPS", help="losses of so many steps, too")
@@ -230,7 +263,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     args.models = parts(shown if args.models is None else args.models)
     if unknown := [name for name in args.models if name not in MODELS]:
         parser.error(f"--models must be among {shown}, got {unknown[0]!r}")
-    for name, least in (("warm_up", 1), ("steps", 1), ("rounds", 1), ("curves", 0), ("blocks", 1)):
+    for name, least in (("warm_up", 1), ("patience", 1), ("steps", 1), ("rounds", 1), ("curves", 0), ("blocks", 1)):
         if getattr(args, name) < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
     for name in args.models:
