@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,12 +61,34 @@ def test_the_check_reports_every_side(
 
 @pytest.mark.slow
 def test_blocks_share_what_is_compiled() -> None:
-    """A graph for each side beside that of the head, though there are two blocks; a turn compiles nothing."""
+    """A graph for each side beside that of the head, though there are two blocks; a turn compiles nothing.
+
+    A side that cannot be compiled has none, and leaves the others' as they are.
+    """
+
+    class Untraceable(_language.EagerLayer):
+        def converted(self, linear: nn.Linear) -> nn.Module:
+            return linear
+
     words = ["--check", "--compile", "blocks", "--backend", "aot_eager", "--device", "cpu"]
-    layers = [baseline(), plan_layer("SWITCHBACK:e4m3")]
+    layers = [baseline(), Untraceable("theirs", "", 3, peer="theirs"), plan_layer("SWITCHBACK:e4m3")]
     rows = bench_language.bench(TINY, layers, bench_language.arguments(words))["rows"]
-    assert [row["compiled_graphs"] for row in rows.values()] == [2, 1, 0, 0]
-    assert [row["recompiled"] for row in rows.values()] == [0] * 4
+    assert [row["compiled_graphs"] for row in rows.values()] == [2, 0, 1, 0, 0]
+    assert [row["recompiled"] for row in rows.values()] == [0] * 5
+
+
+def test_first_steps_that_take_too_long_are_a_sides_result() -> None:
+    waits = [0.0, 30.0]  # seconds of the first step of each side
+    args = bench_language.arguments(["--check", "--patience", "1", "--rounds", "1", "--device", "cpu"])
+
+    def step() -> None:
+        if waits:
+            time.sleep(waits.pop(0))
+
+    model = _language.language_model(TINY, CPU)
+    rows = bench_language.in_turns(model, [baseline(), plan_layer("SWITCHBACK:e4m3")], step, args)
+    assert rows["SWITCHBACK e4m3"] == {"failed": "TimeoutError: the first steps must take at most 1 s"}
+    assert rows[BASELINE]["rounds"] == 1
 
 
 def test_the_models_are_those_whose_names_they_have() -> None:
