@@ -75,23 +75,26 @@ def optimizer_of(name: str, model: nn.Module, rate: float) -> torch.optim.Optimi
     return torch.optim.AdamW(model.parameters(), fused=True, **options)
 
 
-def bench(of: Sizes, layers: Sequence[Layer], args: argparse.Namespace) -> dict[str, Any]:
-    """All sides of a model: settings, and a row a side."""
+def bench(of: Sizes, args: argparse.Namespace, found: dict[str, Any], keep: Callable[[], None]) -> None:
+    """Time all sides of a model.
+
+    Args:
+        of: the model.
+        args: the options.
+        found: of the model, so far; settings and a row a side are added. Optimizers in `timed` are left out.
+        keep: called whenever there is more of it.
+    """
     torch._dynamo.reset()
     torch._dynamo.config.recompile_limit = _GRAPHS
-    device = args.device
-    model = language_model(of, device)
+    model = language_model(of, args.device)
     loss = loss_of(model, args.compile, args.backend)
-    windows = windows_of(of, args.tokens, device)
-    found: dict[str, Any] = {
-        "settings": dataclasses.asdict(of) | {"tokens": args.tokens, "compile": args.compile},
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "rows": {},
-    }
-    fused = [layer for layer in layers if layer.name in (BASELINE, args.fused)]
-    for name, sides in ((OURS, layers), (TORCHS, fused)):
-        if len(sides) < 2:
+    windows = windows_of(of, args.tokens, args.device)
+    found.setdefault("settings", dataclasses.asdict(of) | {"tokens": args.tokens, "compile": args.compile})
+    found.setdefault("parameters", sum(p.numel() for p in model.parameters()))
+    for name in args.optimizers:
+        if name in found.setdefault("timed", []):
             continue
+        sides = [each for each in args.layers if name == OURS or each.name in (BASELINE, args.fused)]
         optimizer = optimizer_of(name, model, 1e-5)
 
         def step(optimizer: torch.optim.Optimizer = optimizer) -> None:
@@ -99,14 +102,17 @@ def bench(of: Sizes, layers: Sequence[Layer], args: argparse.Namespace) -> dict[
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-        rows = in_turns(model, sides, step, args)
-        for side, row in rows.items():
-            if "ms" in row:
-                row["tokens_per_second"] = args.tokens / row["ms"] * 1e3
-            found["rows"][side if name == OURS else f"{side}, {name}"] = row | {"layer": side, "optimizer": name}
+        for rows in in_turns(model, sides, step, args):
+            for side, row in rows.items():
+                if "ms" in row:
+                    row["tokens_per_second"] = args.tokens / row["ms"] * 1e3
+                key = side if name == OURS else f"{side}, {name}"
+                found.setdefault("rows", {})[key] = row | {"layer": side, "optimizer": name}
+            keep()
+        found["timed"].append(name)
+        keep()
         del step, optimizer
-        _freed(device)
-    return found
+        _freed(args.device)
 
 
 @contextmanager
@@ -140,8 +146,8 @@ def at_most(seconds: int) -> Iterator[None]:
 
 def in_turns(
     model: nn.Module, layers: Sequence[Layer], step: Callable[[], None], args: argparse.Namespace
-) -> dict[str, dict[str, Any]]:
-    """A row for each side; the first is what the others are set against."""
+) -> Iterator[dict[str, dict[str, Any]]]:
+    """A row for each side, again after each round and at the end; the first is what the others are set against."""
     device, blocks = args.device, list(blocks_of(model))
     rows: dict[str, dict[str, Any]] = {}
     made: dict[str, dict[nn.Module, nn.Module]] = {layer.name: {} for layer in layers}
@@ -154,7 +160,7 @@ def in_turns(
             made[layer.name].clear()
             model.zero_grad(set_to_none=True)
             _freed(device)
-        print(f"  warmed up, {layer.name}: {rows[layer.name]}", flush=True)
+        print(f"  first steps, {layer.name}: {rows[layer.name]}", flush=True)
     ready = [layer for layer in layers if "failed" not in rows[layer.name]]
     before, times = compiled_graphs(), {layer.name: [] for layer in ready}
     for _ in range(args.rounds):
@@ -165,12 +171,10 @@ def in_turns(
                 else:
                     step()
                     times[layer.name].append(timed(step, device))
-    for layer in ready:
-        row, own, over = rows[layer.name], times[layer.name], times.get(layers[0].name)
-        row |= {"ms": 1e3 * statistics.median(own), "rounds": len(own), "recompiled": compiled_graphs() - before}
-        if over is not None:
-            ratios = [other / mine for other, mine in zip(over, own, strict=True)]
-            row |= {"speedup": statistics.median(ratios), "speedup_range": [min(ratios), max(ratios)]}
+        for layer in ready:
+            rows[layer.name] |= _speed(times[layer.name], times.get(layers[0].name))
+            rows[layer.name]["recompiled"] = compiled_graphs() - before  # none, or a swap would be compiled again
+        yield rows
     # After everything that is timed: a profiler leaves traces in the driver.
     for layer in ready if device.type == "cuda" else ():
         with placed(blocks, layer, made[layer.name]):
@@ -178,7 +182,16 @@ def in_turns(
             kernels = kernels_of(step, device)
         longest = {name[:80]: ms for name, ms in list(kernels.items())[:_KERNELS]}
         rows[layer.name] |= {"device_ms": sum(kernels.values()), "kernels": longest}
-    return rows
+    yield rows
+
+
+def _speed(own: Sequence[float], over: Sequence[float] | None) -> dict[str, Any]:
+    """Milliseconds, and how many times as fast, round by round."""
+    found: dict[str, Any] = {"ms": 1e3 * statistics.median(own), "rounds": len(own)}
+    if over is None:
+        return found
+    ratios = [other / mine for other, mine in zip(over, own, strict=True)]
+    return found | {"speedup": statistics.median(ratios), "speedup_range": [min(ratios), max(ratios)]}
 
 
 def _warmed(step: Callable[[], None], steps: int, device: torch.device) -> dict[str, Any]:
@@ -272,6 +285,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     if args.resume and args.json is None:
         parser.error("--resume must be given with --json, the results file to go on with")
     wanted = parts(args.peers)
+    args.optimizers = [OURS] + [TORCHS] * any(layer.name == args.fused for layer in args.layers[1:])
     args.layers += [p for p in other_layers() if "all" in wanted or any(part in p.name for part in wanted)]
     return args
 
@@ -291,12 +305,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         results = resumed(args.json, results)
     for name in args.models:
         of = MODELS[name]
-        if name not in results["models"]:
+        found = results["models"].setdefault(name, {})
+        if set(args.optimizers) - set(found.get("timed", ())):
             print(name, flush=True)
-            found = results["models"][name] = bench(of, args.layers, args)
+            bench(of, args, found, lambda: save(args.json, results))
             for side, row in found["rows"].items():
                 print(f"  {side}: {_line(row)}", flush=True)
-            save(args.json, results)
         curves = results["curves"].setdefault(name, {}) if args.curves else {}
         sides = [(layer.name, layer, 0) for layer in args.layers if args.curves]
         for key, layer, seed in [*sides, *[(f"{BASELINE}, other weights", args.layers[0], 1)] * bool(sides)]:

@@ -72,9 +72,11 @@ def test_blocks_share_what_is_compiled() -> None:
 
     words = ["--check", "--compile", "blocks", "--backend", "aot_eager", "--device", "cpu"]
     layers = [baseline(), Untraceable("theirs", "", 3, peer="theirs"), plan_layer("SWITCHBACK:e4m3")]
-    rows = bench_language.bench(TINY, layers, bench_language.arguments(words))["rows"]
-    assert [row["compiled_graphs"] for row in rows.values()] == [2, 0, 1, 0, 0]
-    assert [row["recompiled"] for row in rows.values()] == [0] * 5
+    args = bench_language.arguments(words)
+    args.layers, found = layers, {}
+    bench_language.bench(TINY, args, found, lambda: None)
+    assert [row["compiled_graphs"] for row in found["rows"].values()] == [2, 0, 1, 0, 0]
+    assert [row["recompiled"] for row in found["rows"].values()] == [0] * 5
 
 
 def test_first_steps_that_take_too_long_are_a_sides_result() -> None:
@@ -86,7 +88,7 @@ def test_first_steps_that_take_too_long_are_a_sides_result() -> None:
             time.sleep(waits.pop(0))
 
     model = _language.language_model(TINY, CPU)
-    rows = bench_language.in_turns(model, [baseline(), plan_layer("SWITCHBACK:e4m3")], step, args)
+    *_, rows = bench_language.in_turns(model, [baseline(), plan_layer("SWITCHBACK:e4m3")], step, args)
     assert rows["SWITCHBACK e4m3"] == {"failed": "TimeoutError: the first steps must take at most 1 s"}
     assert rows[BASELINE]["rounds"] == 1
 
