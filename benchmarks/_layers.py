@@ -37,7 +37,8 @@ def found(folder: Path) -> dict[str, Results]:
 def rendered(text: str, results: Mapping[str, Results]) -> str:
     """A page with its sections drawn anew."""
     sections = "\n".join(section(of, device) for device, of in results.items())
-    return replaced(text, "linear", f"\n{sections}\n")
+    opened = replaced(text, "whole steps", f"{_whole_steps.opening(results)}\n")
+    return replaced(opened, "linear", f"\n{sections}\n")
 
 
 def pictures(device: str) -> tuple[str, str]:

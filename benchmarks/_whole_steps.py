@@ -15,6 +15,27 @@ _HOST_BOUND = 1.05  # a step takes so many times its device's work
 _COMPILED = {"blocks": "(each compiled)", "model": "(compiled as one)", "none": "(not compiled)"}
 
 
+def opening(devices: Mapping[str, Results]) -> str:
+    """What a user gets, a sentence for each device and kind of model; the fastest plan of this library's."""
+    lines = []
+    for results in devices.values():
+        for kind, words in (("language", "language models"), ("clip", "CLIP")):
+            found = []
+            for model, of in results.get(kind, {}).get("models", {}).items():
+                ours = [side for side in results[kind]["layers"] if side[0].isupper()]  # peers begin with a package
+                rows = {side: of["rows"][side] for side in ours if "speedup" in of["rows"].get(side, {})}
+                if rows:
+                    best = max(rows, key=lambda side, rows=rows: rows[side]["speedup"])
+                    found.append(f"{model} {rows[best]['speedup']:.2f} ({best})")
+            if found:
+                device = results[kind]["environment"]["device"]
+                lines.append(
+                    f"A whole training step of {words} on one {device}, as launched, is so many times as fast as "
+                    f"with `nn.Linear`: {', '.join(found)}."
+                )
+    return "\n\n".join(lines)
+
+
 def tables(results: Results) -> list[str]:
     """The parts of a device's section that are of whole steps; none without results of them."""
     parts = []

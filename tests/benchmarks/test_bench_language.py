@@ -93,6 +93,26 @@ def test_first_steps_that_take_too_long_are_a_sides_result() -> None:
     assert rows[BASELINE]["rounds"] == 1
 
 
+def test_a_run_that_is_cut_off_keeps_its_rounds() -> None:
+    """What was not timed to its end is timed again."""
+    args = bench_language.arguments(
+        ["--check", "--plans", "", "--rounds", "3", "--device", "cpu", "--fused", "none"]
+    )
+    args.layers, found, rounds = args.layers[:1], {}, []
+
+    def keep() -> None:
+        rounds.append(found["rows"][BASELINE]["rounds"])
+        if rounds == [1, 2]:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bench_language.bench(TINY, args, found, keep)
+    assert found["timed"] == []
+    bench_language.bench(TINY, args, found, keep)
+    assert rounds == [1, 2, 1, 2, 3, 3, 3]
+    assert found["timed"] == [bench_language.OURS]
+
+
 def test_the_models_are_those_whose_names_they_have() -> None:
     """Parameters of LLaMA's blocks by hand, and of GPT-2 large, whose transposed layers became `nn.Linear`."""
     meta = torch.device("meta")

@@ -253,6 +253,10 @@ def test_steps_of_language_models() -> None:
         "curves": {"llama-8b": {"nn.Linear": curve | {"end": 3.25}, "SWITCHBACK int8": curve | {"end": 3.2512},
                                 "nn.Linear, other weights": curve | {"end": 3.24}}},
     }  # fmt: skip
+    assert _whole_steps.opening({"h100": {"language": results}, "cpu": {}}) == (
+        "A whole training step of language models on one a GPU, as launched, is so many times as fast as with "
+        "`nn.Linear`: llama-8b 1.40 (TENSORWISE_FP8 e4m3)."
+    )
     section = _layers.section({"language": results}, "h100")
     assert "16 of its 32 blocks (each compiled), width 4,096" in section
     assert "- llama-8b, torchao blockwise: AssertionError: unsupported" in section
