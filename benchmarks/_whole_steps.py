@@ -84,8 +84,8 @@ def language(results: Results) -> list[str]:
     parts.append(
         f"{commands(results)}: bf16, {packages(results, 'python')}. Sides take turns: milliseconds are medians, "
         "times as fast is the median of the rounds' ratios, with the least and the greatest. Device ms is the time "
-        "of a step's kernels, in *italics* where the host takes longer. Noise: the worst of output and gradients "
-        "at the MLP's first layer, on normal inputs / on inputs with outliers. The optimizer is "
+        "of a step's kernels, in *italics* where launches make a step over 5 % longer. Noise: the worst of output "
+        "and gradients at the MLP's first layer, on normal inputs / on inputs with outliers. The optimizer is "
         f"`adamw8bit-split8` where no other is named.{trained}"
     )
     return [*parts, "Not measured:", "\n".join(failed)] if failed else parts

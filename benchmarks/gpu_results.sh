@@ -37,7 +37,7 @@ part() {
         --json "$bench/linear_h200.json" ;;
     language) run benchmarks/bench_language.py --models llama-1b --curves 300 --resume \
         --json "$bench/language_h100.json" ;;
-    language_large) run benchmarks/bench_language.py --models llama-8b,gpt2-large --resume \
+    language_large) run benchmarks/bench_language.py --models llama-8b,gpt2-large --rounds 4 --steps 4 --resume \
         --json "$bench/language_h100.json" ;;
     clip) run benchmarks/bench_clip.py --compile --graph --models vit-h-14,vit-l-14,vit-b-16 --resume \
         --json "$bench/clip_h200.json" ;;
