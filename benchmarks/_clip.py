@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import _sides
 import torch
 from torch import Tensor, nn
 from transformers import CLIPModel
@@ -87,27 +88,9 @@ def swapped(model: nn.Module, layer: Layer, report: SwapReport | None = None) ->
 
     A plan is for those that the filter has swapped, if there is its report, and for all of them without.
     """
-    if layer.plan is not None:
-        modules = encoders(model) if report is None else map(model.get_submodule, report.swapped)
-        reports = [swap_linears(module, layer.plan) for module in modules]
-        try:
-            yield sum(len(one.swapped) for one in reports)
-        finally:
-            for one in reports:
-                one.undo()
-        return
-    changed: list[tuple[nn.Module, str, nn.Module]] = []
-    if layer.peer is not None:
-        for encoder in encoders(model):
-            for parent in list(encoder.modules()):
-                changed += [(parent, name, own) for name, own in parent.named_children() if type(own) is nn.Linear]
-    try:
-        for parent, name, own in changed:
-            setattr(parent, name, layer.converted(own))
-        yield len(changed)
-    finally:
-        for parent, name, own in changed:
-            setattr(parent, name, own)
+    parts = encoders(model) if report is None else map(model.get_submodule, report.swapped)
+    with _sides.swapped(parts, layer) as count:
+        yield count
 
 
 @contextmanager

@@ -21,19 +21,22 @@ _EVERY, _TIMES = 64, 30.0  # one feature in so many is so many times larger
 
 
 def noise(
-    of: str, shape: Shape, layers: Sequence[Layer], dtype: torch.dtype, device: torch.device
+    of: str, shape: Shape, layers: Sequence[Layer], dtype: torch.dtype, device: torch.device, bias: bool = True
 ) -> dict[str, dict[str, Any]]:
     """Signal to noise of a layer's results, in decibels.
 
     Args:
         of: ``"normal"`` or ``"outliers"``.
         shape, layers, dtype, device: what, where.
+        bias: whether the layers have one.
 
     Returns:
         By layer `output`, `grad_input` and `grad_weight`, 10 log10 of the power of the exact result of the operands
         as they are in their dtype over that of the difference; or `failed`.
     """
     fed = operands(shape, dtype, device)
+    if not bias:
+        fed.linear.bias = None
     if of == "outliers":
         fed = Operands(_with_outliers(fed.x).requires_grad_(), _with_outliers(fed.g), fed.linear)
     exact = _exact(fed)
@@ -60,7 +63,8 @@ def _with_outliers(x: Tensor) -> Tensor:
 
 def _exact(fed: Operands) -> tuple[Tensor, Tensor, Tensor]:
     x, g, w = fed.x.detach().double(), fed.g.double(), fed.linear.weight.detach().double()
-    return x @ w.t() + fed.linear.bias.detach().double(), g @ w, g.t() @ x
+    bias = 0 if fed.linear.bias is None else fed.linear.bias.detach().double()
+    return x @ w.t() + bias, g @ w, g.t() @ x
 
 
 def _decibels(got: Tensor, exact: Tensor) -> float:

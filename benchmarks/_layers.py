@@ -1,8 +1,9 @@
 """Linear layers: docs/which_linear.md, from the results of `narrowgauge bench linear` and of runs beside it.
 
-A section for each file `linear_DEVICE.json`; with it go the results of runs of their own: with peers
-(`peers_linear_`), and of `bench_clip.py` without and with its filter (`clip_`, `clip_filter_`). Sections stand
-between `<!-- linear -->` and `<!-- end -->`. What one answers follows from its numbers.
+A section for each device that has a file `linear_DEVICE.json` or `language_DEVICE.json`. It begins with whole
+steps (`_whole_steps.py`): of `bench_language.py`, and of `bench_clip.py` without and with its filter (`clip_`,
+`clip_filter_`). Layers alone follow, also beside peers' (`peers_linear_`). Sections stand between
+`<!-- linear -->` and `<!-- end -->`. What one answers follows from its numbers.
 """
 
 from __future__ import annotations
@@ -13,29 +14,31 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import _whole_steps
 from _pages import Results, by_device, commands, markdown, packages, replaced, short, table
 
 Rows = Mapping[str, Mapping[str, Any]]
 BASELINE = "nn.Linear"
-BESIDE = ("peers_linear", "clip", "clip_filter")
+BESIDE = ("language", "peers_linear", "clip", "clip_filter")
 BLOCK = "a block, q, k, v as one layer"
 _HOST_BOUND = 1.05  # launched one by one, a layer takes so many times its device's work
 
 
 def found(folder: Path) -> dict[str, Results]:
     """The results in a folder by the device's short name, GPUs first; other runs' within, by their names."""
-    results = by_device(folder, "linear")
+    results = {device: {} for device in by_device(folder, "language")} | by_device(folder, "linear")
     for device, of in results.items():
         for run in BESIDE:
             if (file := folder / f"{run}_{device}.json").is_file():
                 of[run] = json.loads(file.read_text())
-    return dict(results)
+    return dict(sorted(results.items(), key=lambda item: (item[0] == "cpu", item[0])))
 
 
 def rendered(text: str, results: Mapping[str, Results]) -> str:
     """A page with its sections drawn anew."""
     sections = "\n".join(section(of, device) for device, of in results.items())
-    return replaced(text, "linear", f"\n{sections}\n")
+    opened = replaced(text, "whole steps", f"{_whole_steps.opening(results)}\n")
+    return replaced(opened, "linear", f"\n{sections}\n")
 
 
 def pictures(device: str) -> tuple[str, str]:
@@ -44,9 +47,13 @@ def pictures(device: str) -> tuple[str, str]:
 
 
 def section(results: Results, device: str) -> str:
-    """What was measured on a device, from the answers down to the tables."""
-    name, (speed, operations) = results["environment"]["device"], pictures(device)
-    parts = [f"## {name}", origin(results), answers(results)]
+    """What was measured on a device: whole steps, and layers from the answers down to the tables."""
+    origins = [results, *(results[run] for run in BESIDE if run in results)]
+    name = next(of["environment"]["device"] for of in origins if "environment" in of)
+    speed, operations = pictures(device)
+    parts = [f"## {name}", *_whole_steps.tables(results)]
+    if "layers" in results:
+        parts += ["### Layers alone", origin(results), answers(results)]
     if "shapes" in results:
         parts += [
             "### Forward and backward",
@@ -74,14 +81,6 @@ def section(results: Results, device: str) -> str:
     if "peers_linear" in results:
         beside = results["peers_linear"]
         parts += ["### Beside other libraries", origin(beside), speed_table(beside["shapes"], beside["layers"])]
-    if "clip" in results:
-        parts += ["### A training step of CLIP", clip_table(results["clip"])]
-    if "clip_filter" in results:
-        parts += [
-            "With the filter, which leaves layers that measured slower as launched, and all of them if the step is "
-            "no faster with the others; in brackets, those slower by the device's work. Its steps are warm-up:",
-            clip_table(results["clip_filter"]),
-        ]
     if failed := failures(results):
         parts += ["Not measured:", "\n".join(f"- {line}" for line in failed)]
     return "\n\n".join(parts) + "\n"
@@ -243,59 +242,3 @@ def failures(results: Results) -> list[str]:
         for layer, row in rows.items()
         if "failed" in row
     ]
-
-
-def clip_table(clip: Results) -> str:
-    """Steps of CLIP with each kind of linear layers, by model."""
-    rows = [
-        {"model": model, "layer": name, "peak_bytes": None, **row}
-        for model, of in clip["models"].items()
-        for name, row in of["rows"].items()
-        if "failed" not in row
-    ]
-    drawn = table(
-        rows,
-        ("model", "model"),
-        ("linear layers", "layer"),
-        ("in eight bits", _layers),
-        ("ms a step", "ms", short),
-        ("times as fast", lambda row: f"{row['speedup']:.2f}" + _in_graph(row, "graph_speedup", ".2f")),
-        ("ceiling", "ceiling", ".2f"),
-        ("peak GB", lambda row: f"{row['peak_bytes'] / 1e9:.1f}" if row["peak_bytes"] else "–"),
-        ("warm-up", lambda row: f"{row['warm_up_seconds']:.0f} s"),
-        words=2,
-    )
-    shares = (f"{model} {100 * of['linear_share']:.0f} %" for model, of in clip["models"].items())
-    graph = " In brackets: the device's work alone, a step replayed from a CUDA graph." if "(*" in drawn else ""
-    return (
-        f"{drawn}\n{commands(clip)}. Matrix multiplies of the linear layers take {', '.join(shares)} of the step "
-        "with `nn.Linear`; the ceiling is what a step would reach if those in eight bits took half of their time "
-        f"and quantization none.{graph}{_same_step(clip)}"
-    )
-
-
-def _same_step(clip: Results) -> str:
-    """What the times of a step say whose layers the filter left as they were, all of them."""
-    left = [
-        row["speedup"]
-        for of in clip["models"].values()
-        if of.get("settings", {}).get("filter")
-        for row in of["rows"].values()
-        if row.get("swapped") == 0 and row.get("ceiling", 1.0) > 1.0
-    ]
-    if not left:
-        return ""
-    return (
-        f" With none in eight bits a step is that of `nn.Linear`: {min(left):.2f} to {max(left):.2f} is what "
-        "the host's launches make of the same step, and no gain."
-    )
-
-
-def _layers(row: Mapping[str, Any]) -> str:
-    """How many layers are in eight bits, and in a graph where those are others."""
-    same = row.get("graph_swapped") == row["swapped"]
-    return f"{row['swapped']}" + ("" if same else _in_graph(row, "graph_swapped"))
-
-
-def _in_graph(row: Mapping[str, Any], key: str, form: str = "") -> str:
-    return f" (*{row[key]:{form}}*)" if key in row else ""

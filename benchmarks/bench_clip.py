@@ -41,6 +41,7 @@ from _clip import (
 )
 from _resume import resumed
 from _script import parser_for, save
+from _sides import compiled_graphs
 from torch import nn
 
 from narrowgauge import optim
@@ -131,9 +132,9 @@ def bench(
             ready.append(layer)
         except Exception as error:  # whatever a peer raises is its result
             rows[layer.name] = _failed(error)
-    before = _graphs()
+    before = compiled_graphs()
     times = _rounds(model, ready, step, device, args, reports)
-    found["recompiled"] = _graphs() - before  # none, or a swap would be compiled again in each turn
+    found["recompiled"] = compiled_graphs() - before  # none, or a swap would be compiled again in each turn
     replayed: dict[str, list[float]] = {}
     if args.graph:
         # Blocks are compiled anew for a capture (`as_if_capturing`). Guards of both kinds would cost launched steps
@@ -185,23 +186,18 @@ def _warmed(
     counts: Sequence[int] | None,
 ) -> tuple[dict[str, Any], SwapReport | None]:  # fmt: skip
     """The first steps of a side: what compiling costs, and the filter, and then the memory of one more."""
-    before, begun = _graphs(), time.perf_counter()
+    before, begun = compiled_graphs(), time.perf_counter()
     report = chosen(model, layer, counts, launched=True)
     with swapped(model, layer, report) as count:
         for _ in range(steps):
             timed(step, device)
         row = {"swapped": count, "warm_up_seconds": time.perf_counter() - begun}
-        row["compiled_graphs"] = _graphs() - before
+        row["compiled_graphs"] = compiled_graphs() - before
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             timed(step, device)
             row["peak_bytes"] = torch.cuda.max_memory_allocated(device)
     return row, report
-
-
-def _graphs() -> int:
-    """How many graphs have been compiled so far."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def _rounds(

@@ -35,6 +35,10 @@ part() {
     linear) run -m narrowgauge.cli bench linear --device cuda --tune --json "$bench/linear_h200.json" ;;
     layers) run benchmarks/bench_layers.py --device cuda --quick --resume \
         --json "$bench/linear_h200.json" ;;
+    language) run benchmarks/bench_language.py --models llama-1b --curves 300 --resume \
+        --json "$bench/language_h100.json" ;;
+    language_large) run benchmarks/bench_language.py --models llama-8b,gpt2-large --rounds 4 --steps 4 --resume \
+        --json "$bench/language_h100.json" ;;
     clip) run benchmarks/bench_clip.py --compile --graph --models vit-h-14,vit-l-14,vit-b-16 --resume \
         --json "$bench/clip_h200.json" ;;
     clip_filter) run benchmarks/bench_clip.py --compile --graph --filter --models vit-b-16,vit-l-14 --resume \

@@ -12,6 +12,7 @@ import _layers
 import _layers_pictures
 import _small_tables
 import _steps
+import _whole_steps
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -220,13 +221,58 @@ def test_steps_of_clip_with_and_without_a_filter() -> None:
             "vit-b-16": {"linear_share": 0.5, "rows": {"int8": left}, "settings": {"filter": True}},
         },
     }
-    drawn = _layers.clip_table(clip)
+    drawn = _whole_steps.clip_table(clip)
     assert cells(drawn)[2:] == [
         ["vit-h-14", "int8", "144", "301", "1.16 (*2.00*)", "1.25", "41.2", "31 s"],
         ["vit-b-16", "int8", "0 (*24*)", "301", "1.16", "1.25", "–", "31 s"],
     ]
     assert "vit-h-14 67 %, vit-b-16 50 % of the step" in drawn
     assert "1.16 to 1.16 is what the host's launches make of the same step" in drawn
+
+
+def test_steps_of_language_models() -> None:
+    """The fastest at a peer's noise is another than the fastest; failed sides are named, and not in the table."""
+    swapped = {"layer": "TENSORWISE_FP8 e4m3", "ms": 100.0, "speedup": 1.4, "speedup_range": [1.37, 1.42],
+               "tokens_per_second": 81920.0, "device_ms": 80.0, "peak_bytes": 40e9}  # fmt: skip
+    rows = {
+        "nn.Linear": swapped | {"layer": "nn.Linear", "ms": 140.0, "device_ms": 139.0, "speedup": 1.0},
+        "SWITCHBACK int8": swapped | {"layer": "SWITCHBACK int8", "speedup": 1.2},
+        "TENSORWISE_FP8 e4m3": swapped,
+        "torchao rowwise": swapped | {"layer": "torchao rowwise", "speedup": 1.25},
+        "SWITCHBACK int8, torch AdamW fused": swapped | {"layer": "SWITCHBACK int8", "speedup": 9.0},
+        "torchao blockwise": {"failed": "AssertionError: unsupported", "layer": "torchao blockwise"},
+    }
+    sizes = {"blocks": 16, "whole": 32, "width": 4096, "hidden": 14336, "heads": 32, "kv_heads": 8,
+             "vocabulary": 32000, "tokens": 8192, "compile": "blocks"}  # fmt: skip
+    noise = {"nn.Linear": 55.0, "SWITCHBACK int8": 40.0, "TENSORWISE_FP8 e4m3": 28.5}
+    decibels = rows_of(noise, "output") | {"torchao rowwise": {"output": 31.04}}
+    curve = {"mean_of": 30, "steps": 300, "blocks": 4}
+    results = made_up(gpu=True) | {
+        "models": {"llama-8b": {"settings": sizes, "parameters": 3.5e9, "rows": rows}},
+        "noise": {"llama-8b": {"normal": decibels, "outliers": decibels}},
+        "curves": {"llama-8b": {"nn.Linear": curve | {"end": 3.25}, "SWITCHBACK int8": curve | {"end": 3.2512},
+                                "nn.Linear, other weights": curve | {"end": 3.24}}},
+    }  # fmt: skip
+    assert _whole_steps.opening({"h100": {"language": results}, "cpu": {}}) == (
+        "A whole training step of language models on one a GPU, as launched, is so many times as fast as with "
+        "`nn.Linear`: llama-8b 1.40 (TENSORWISE_FP8 e4m3)."
+    )
+    section = _layers.section({"language": results}, "h100")
+    assert "16 of its 32 blocks (each compiled), width 4,096" in section
+    assert "- llama-8b, torchao blockwise: AssertionError: unsupported" in section
+    answer, *table = cells(section)[2:]
+    assert answer == [
+        "llama-8b", "**TENSORWISE_FP8 e4m3** 1.40 at 28.5 dB", "torchao rowwise 1.25 at 31.0 dB",
+        "**SWITCHBACK int8** 1.20 at 40.0 dB, -4 %",
+    ]  # fmt: skip
+    drawn = {row[0]: row[1:] for row in table}
+    assert drawn["nn.Linear"][-1] == "3.2500"
+    assert drawn["nn.Linear, other weights"] == ["–"] * 6 + ["-0.0100"]
+    assert drawn["**SWITCHBACK int8**"] == [
+        "100", "1.20 (1.37–1.42)", "81,920", "*80.0*", "40.0", "40.0 / 40.0", "+0.0012",
+    ]  # fmt: skip
+    assert drawn["torchao rowwise"][-2:] == ["31.0 / 31.0", "–"]
+    assert "torchao blockwise" not in drawn
 
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:
