@@ -2,10 +2,10 @@
 
     python -m studies.at_scale.parts runs/tokens --out runs/parts --parts 12
 
-A part is a stretch of the training tokens as `narrowgauge tokens` wrote them, compressed with xz; `validation.xz` is
-the validation text, and `index.json` says what each must be, and the vocabulary. A training begins with the index,
-the validation text and the first part, and waits for the others: whoever carries them writes a part under another
-name and renames it, so that what is there is whole.
+A part is a stretch of the training tokens as `narrowgauge tokens` wrote them, compressed with xz; `validation.xz`
+is the validation text, and `index.json` says what each must be, and the vocabulary. A training begins with the
+index, the validation text and the first part, and waits for the others: whoever carries them writes a part under
+another name and renames it, so that what is there is whole.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The proof at scale: half a billion tokens and more, under this library's recipes and the peers' optimizers.
 
     python -m studies.at_scale.run --parts runs/parts --gpus 4 --lr 1e-3 --out NAME.json
-    python -m studies.at_scale.run --parts runs/parts --only D --lr 6e-4 --lr 1e-3 --tokens 100000000 --out rates.json
+    python -m studies.at_scale.run --parts runs/parts --only D --lr 6e-4 --lr 1e-3 --tokens 60000000 --out NAME.json
     python -m studies.at_scale.run --check --out runs/check.json    # a toy of seconds on a CPU
 
 Every row starts from the same weights and sees the same windows in the same order, seed by seed. The rate is D's

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
 from tokenizers import Tokenizer
+from torch import Tensor, nn
 
 from studies.at_scale.parts import Parts, ids
 

@@ -1,8 +1,8 @@
 """One long training under any optimizer, as fast as a GPU allows, which goes on where another call left it.
 
-Model and loss are compiled as one graph; a pass takes as many windows as fit, and no step waits for the device. The
-text is read once: its parts in order, the windows of a part in an order of the seed's. So a step's windows follow
-from its number, and all rows of a seed see the same.
+Model and loss are compiled as one graph; a pass takes as many windows as fit, and no step waits for the device.
+The text is read once: its parts in order, the windows of a part in an order of the seed's. So a step's windows
+follow from its number, and all rows of a seed see the same.
 
 Every row starts from the same weights, numbers of bf16, and all its parameters decay. Gradients are clipped by torch
 for all. What is measured beside the training loss: the validation loss at fixed tokens, this library's gauges, and
