@@ -5,9 +5,10 @@
     python -m studies.at_scale.run --check --out runs/check.json    # a toy of seconds on a CPU
 
 Every row starts from the same weights and sees the same windows in the same order, seed by seed. The rate is D's
-best of short runs. A run has a GPU and a process of its own. The results file is written after every run; with
-`--seconds` all runs stop in time, each with a checkpoint under `--work`, and with `--resume` the next call goes on.
-The text is read from its parts as they arrive (`parts.py`), so training may begin with the first.
+best of short runs, which `--lr-of` takes from their results. A run has a GPU and a process of its own, or several
+with `--ranks`. The results file is written after every run; with `--seconds` all runs stop in time, each with a
+checkpoint under `--work`, and with `--resume` the next call goes on. The text is read from its parts as they arrive
+(`parts.py`), so training may begin with the first.
 """
 
 from __future__ import annotations
@@ -15,15 +16,20 @@ from __future__ import annotations
 import fcntl
 import functools
 import itertools
+import json
+import multiprocessing
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import torch.distributed as dist
 import typer
 
 from narrowgauge import recipes
@@ -41,6 +47,7 @@ from studies.shared.language import start_of
 from studies.shared.resumable import Result, Study
 
 PACKAGES = ("bitsandbytes", "torchao", "flashoptim")
+PATIENCE = timedelta(minutes=5)  # of a process of a run for the others
 REFERENCE = "D"
 RECIPES = ("D", "adamw8bit-split8", "A", "adamw6bit-split4")
 PEERS = ("FlashAdamW", "torchao AdamW8bit, stochastic", "bitsandbytes AdamW8bit")
@@ -80,29 +87,65 @@ def tasks(chosen: Sequence[Row], rates: Sequence[float], seeds: int) -> list[Tas
 
 def one(task: Task, setting: Setting, folder: Path, work: Path, gpus: int, end: float) -> Result:
     """A run, on the first GPU that no other run has."""
-    with _device(setting, work, gpus) as device:
-        row = next(row for row in rows() if row.name == task.row)
-        place = work / f"{rows().index(row)}-{task.lr:g}-{task.seed}"
-        return training.train(row, setting, task.lr, task.seed, Parts(folder), place, end, device)
+    with _devices(setting, work, gpus) as devices:
+        if len(devices) == 1:
+            return _part_of(0, devices, "", task, setting, folder, work, end)
+        meeting = f"file://{tempfile.mkdtemp()}/meeting"
+        with ProcessPoolExecutor(len(devices), multiprocessing.get_context("spawn")) as pool:
+            made = [
+                pool.submit(_part_of, rank, devices, meeting, task, setting, folder, work, end)
+                for rank in range(len(devices))
+            ]
+            for future in wait(made, return_when=FIRST_EXCEPTION).done:
+                future.result()  # raises what a process raised
+            return made[0].result()
+
+
+def _part_of(
+    rank: int, devices: list[str], meeting: str, task: Task, setting: Setting, folder: Path, work: Path, end: float
+) -> Result:
+    """What a process of a run does."""
+    device = torch.device(devices[rank])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if meeting:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, meeting, PATIENCE, len(devices), rank)
+    row = next(row for row in rows() if row.name == task.row)
+    place = work / f"{rows().index(row)}-{task.lr:g}-{task.seed}"
+    try:
+        return training.train(row, setting, task.lr, task.seed, Parts(folder), place, end, devices[rank])
+    finally:
+        if meeting:
+            dist.destroy_process_group()
 
 
 @contextmanager
-def _device(setting: Setting, work: Path, gpus: int) -> Iterator[str]:
+def _devices(setting: Setting, work: Path, gpus: int) -> Iterator[list[str]]:
+    """As many GPUs as share a run, which no other run has: the first that are free."""
     if setting.device != "cuda":
-        yield setting.device
+        yield [setting.device] * setting.ranks
         return
     work.mkdir(parents=True, exist_ok=True)
     while True:
-        for number in range(gpus):
-            with (work / f"gpu-{number}.lock").open("w") as lock:
+        for first in range(0, gpus - setting.ranks + 1, setting.ranks):
+            with (work / f"gpu-{first}.lock").open("w") as lock:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     continue
-                torch.cuda.set_device(number)
-                yield f"cuda:{number}"
+                yield [f"cuda:{first + rank}" for rank in range(setting.ranks)]
                 return
         time.sleep(1)
+
+
+def best_rate(path: Path) -> float:
+    """The learning rate of the lowest validation loss among D's runs in a results file."""
+    runs = [run for run in json.loads(path.read_text())["runs"] if run["row"] == REFERENCE]
+    ended = {run["validation_loss"]: run["lr"] for run in runs if run.get("validation_loss") is not None}
+    if not ended:
+        raise typer.BadParameter(f"--lr-of must have a run of {REFERENCE} that ended, got none in {path}")
+    return float(ended[min(ended)])
 
 
 def toy(data: Path | None, out: Path) -> Path:
@@ -123,11 +166,15 @@ def main(
     batch: options.Batch = Setting.batch,
     micro: Annotated[int, typer.Option(min=1, help="Windows a pass.")] = Setting.micro,
     lr: Annotated[list[float] | None, typer.Option(help="Peak of the learning rate; several: each.")] = None,
+    lr_of: Annotated[
+        Path | None, typer.Option(help="Results of short runs of D, whose best rate is taken.")
+    ] = None,
     warmup: options.Warmup = Setting.warmup,
     final: Annotated[float, typer.Option(min=0, help="Share of the rate left at the last step.")] = Setting.final,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each row: seeds 0, 1, …")] = 2,
     device: options.Device = Setting.device,
-    gpus: Annotated[int, typer.Option(min=1, help="Trainings at once, each on a GPU of its own.")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of this machine to use.")] = 1,
+    ranks: Annotated[int, typer.Option(min=1, help="GPUs that share a training; by default each has its own.")] = 1,
     work: Annotated[
         Path | None, typer.Option(help="Folder for checkpoints.", show_default="a temporary one")
     ] = None,
@@ -143,7 +190,7 @@ def main(
     work = work or Path(tempfile.mkdtemp(prefix="at-scale-"))
     setting = Setting(
         model=model, tokens=tokens, sequence=sequence, batch=batch, micro=min(micro, batch), warmup=warmup,
-        final=final, device=device,
+        final=final, device=device, ranks=ranks,
     )  # fmt: skip
     if check:
         parts, seeds = toy(data, work), 1
@@ -155,7 +202,7 @@ def main(
         raise typer.BadParameter("--parts must be the folder of the text, got none")
     names = options.matching("--only", only, [row.name for row in rows()])
     chosen = [row for row in rows() if row.name in names]
-    rates = lr or [1e-3]
+    rates = [best_rate(lr_of)] if lr_of else lr or [1e-3]
     text = Parts(parts)
     sizes = text.sizes
     about: dict[str, Any] = {
@@ -182,7 +229,7 @@ def main(
     able = [task for task in planned if task.row not in refused]
     make = functools.partial(one, setting=setting, folder=parts, work=work, gpus=gpus, end=end)
     alone = None if check else lambda task: True
-    results.make(able, make, end, jobs=gpus, alone=alone)
+    results.make(able, make, end, jobs=max(1, gpus // ranks), alone=alone)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ SMALL = 0.002  # share above which a package is not held out: so that many are
 KINDS = {
     "Python": ".py .pyi .pyx .pxd",
     "C and C++": ".c .h .cc .cpp .cxx .hh .hpp .hxx .inl .ipp .tcc .cu .cuh",
-    "other languages": ".rs .go .java .pas .pp .lisp .lsp .scm .rkt .hs .ml .erl .ts .f90 .jl .r .sh .pl .el .adb .ads",
+    "other languages": ".rs .go .java .pas .pp .lisp .lsp .scm .rkt .hs .ml .erl .ts .f90 .jl .r .sh .pl .el .adb",
     "documentation": ".md .rst .txt .texi .texinfo .adoc .org",
     "HTML": ".html .htm .xhtml",
     "manual pages": ".1 .2 .3 .4 .5 .7 .8",

@@ -2,11 +2,12 @@
 
 Model and loss are compiled as one graph; a pass takes as many windows as fit, and no step waits for the device.
 The text is read once: its parts in order, the windows of a part in an order of the seed's. So a step's windows
-follow from its number, and all rows of a seed see the same.
+follow from its number, and all rows of a seed see the same. Several GPUs may share a run: each takes some windows
+of a step, and gradients are added up in their own format before anything looks at them.
 
-Every row starts from the same weights, numbers of bf16, and all its parameters decay. Gradients are clipped by torch
-for all. What is measured beside the training loss: the validation loss at fixed tokens, this library's gauges, and
-at the end the tasks of `tasks.py`.
+Every row starts from the same weights, numbers of bf16, and all its parameters decay. Gradients are clipped by
+torch for all. What is measured beside the training loss: the validation loss at fixed tokens, this library's
+gauges, and at the end the tasks of `tasks.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from narrowgauge import gauges
 from narrowgauge._schedule import schedule
@@ -47,7 +50,7 @@ class Setting:
     model: str = "gpt2"
     sequence: int = 1024
     batch: int = 64  # windows a step
-    micro: int = 64  # windows a pass; a step takes several
+    micro: int = 64  # windows a pass of a GPU; a step takes several
     tokens: int = 500_000_000  # to train on at most: whole steps of what there is
     warmup: int = 300  # steps of the learning rate's rise
     final: float = 0.1  # share of it that is left at the end of the cosine
@@ -62,6 +65,7 @@ class Setting:
     questions: int = 512  # of each task
     save_every: float = 240.0  # seconds between checkpoints
     compile: bool = True
+    ranks: int = 1  # GPUs that share a run
     device: str = "cuda"
 
     def steps(self, sizes: list[int]) -> int:
@@ -109,6 +113,19 @@ class Run:
         self.held_out = validation_windows(parts.validation(), setting.sequence, 8 * setting.windows)
 
     @property
+    def rank(self) -> int:
+        """Of this process among those of the run."""
+        return dist.get_rank() if self.setting.ranks > 1 else 0
+
+    def agreed(self, yes: bool) -> bool:
+        """Whether any process of the run says yes."""
+        if self.setting.ranks == 1:
+            return yes
+        said = torch.tensor(int(yes), device=self.device)
+        dist.all_reduce(said)
+        return bool(said)
+
+    @property
     def step(self) -> int:
         """Steps taken and looked at."""
         return len(self.kept["losses"])
@@ -119,12 +136,19 @@ class Run:
         part = schedule("cosine", number, steps=self.steps, warmup=setting.warmup, final=setting.final)
         set_rate(self.optimizer, self.lr * part)
         self.optimizer.zero_grad(set_to_none=True)
-        passes = windows.split(setting.micro)
+        passes = windows[self.rank :: setting.ranks].split(setting.micro)
         total = torch.zeros((), device=self.device)
         for micro in passes:
-            loss = self.loss(micro) / len(passes)
+            loss = self.loss(micro) / (len(passes) * setting.ranks)
             torch.autograd.backward(loss)
             total += loss.detach()
+        if setting.ranks > 1:
+            gradients = [p.grad for p in self.parameters if p.grad is not None]
+            joined = _flatten_dense_tensors(gradients)
+            dist.all_reduce(joined)
+            dist.all_reduce(total)
+            for gradient, added in zip(gradients, _unflatten_dense_tensors(joined, gradients), strict=True):
+                gradient.copy_(added)
         nn.utils.clip_grad_norm_(self.parameters, setting.clip)
         if self.watch is not None:
             self.watch.loss(total)
@@ -139,7 +163,9 @@ class Run:
         return float(torch.stack(losses).mean())
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint aside, then rename it."""
+        """Write a checkpoint aside, then rename it; the first process does."""
+        if self.rank:
+            return
         state = {
             "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "kept": self.kept,
             "random": torch.cuda.get_rng_state(self.device) if self.device != "cpu" else torch.get_rng_state(),
@@ -179,7 +205,8 @@ def train(
         setting, lr, seed: how.
         parts: the text.
         work: folder of the run's checkpoint and records; one that is there is gone on with.
-        end: in seconds of `time.monotonic`: no step is begun after it.
+        end: in seconds of `time.monotonic`: no step is begun after it. A run of several GPUs waits longer for a
+            part that has not come.
         device: where.
 
     Returns:
@@ -193,15 +220,15 @@ def train(
     checkpoint, records = work / "checkpoint.pt", work / "gauges.jsonl"
     if checkpoint.exists():
         run.load(checkpoint)
-    else:
+    elif not run.rank:
         records.unlink(missing_ok=True)
     work.mkdir(parents=True, exist_ok=True)
-    ours = isinstance(run.optimizer, NarrowOptimizer)
+    ours = isinstance(run.optimizer, NarrowOptimizer) and not run.rank
     with ExitStack() as stack:
         if ours:
             run.watch = stack.enter_context(gauges.watch(
                 Holder(run.model), run.optimizer, setting.gauge_every, path=records, gradients=False,
-                activations=False, states_every=0, rms_every=0, resume_from=run.step or None,
+                activations=False, states_every=0, rms_every=0, ranks="own", resume_from=run.step or None,
             ))  # fmt: skip
         _steps(run, parts, seed, end, begun, checkpoint)
     run.kept["seconds"] += time.monotonic() - begun
@@ -224,7 +251,8 @@ def _steps(run: Run, parts: Parts, seed: int, end: float, begun: float, checkpoi
     due = {run.steps * (k + 1) // setting.validations for k in range(setting.validations)}
     waiting: list[Tensor] = []
     since, saved, whole = time.monotonic(), begun, True
-    for number, windows in enumerate(batches(parts, setting, seed, first, end, run.device), first + 1):
+    wait = end if setting.ranks == 1 else math.inf
+    for number, windows in enumerate(batches(parts, setting, seed, first, wait, run.device), first + 1):
         waiting.append(run.take(number, windows))
         if number % LOOK_EVERY and number not in due and number != run.steps:
             continue
@@ -239,12 +267,13 @@ def _steps(run: Run, parts: Parts, seed: int, end: float, begun: float, checkpoi
         if number in due:
             run.kept["validation"].append([number, run.validate()])
             print(f"{number}/{run.steps}: {run.kept['validation'][-1][1]:.4f}", flush=True)
-        if number == run.steps or time.monotonic() >= end:
+        if number == run.steps or run.agreed(time.monotonic() >= end):
             break
         if time.monotonic() - saved >= setting.save_every:
             run.save(checkpoint)
             saved, whole = time.monotonic(), False
         since = time.monotonic()
+    run.kept["losses"] += [float(loss) for loss in waiting]  # of a part that did not come
 
 
 def _gauged(path: Path) -> Result:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import tarfile
 import time
@@ -121,12 +122,15 @@ def test_every_window_is_drawn_once_in_the_seeds_order_from_any_step(parts: Path
     assert {tuple(w) for w in seen.tolist()} <= {tuple(w) for w in whole.tolist()}
 
 
-def test_a_part_that_does_not_come_ends_a_run_which_then_goes_on(parts: Path, tmp_path: Path) -> None:
+def test_a_part_that_does_not_come_ends_a_run_which_then_goes_on(
+    parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "LOOK_EVERY", 1000)
     here = tmp_path / "parts"
     here.mkdir()
     for path in sorted(parts.iterdir()):
         (here / path.name).write_bytes(path.read_bytes())
-    setting = replace(SETTING, batch=64, micro=32, tokens=1 << 30, windows=32, validations=2, questions=2)
+    setting = replace(SETTING, batch=64, micro=32, tokens=1 << 30, windows=32, validations=1, questions=2)
     row = next(row for row in run.rows() if row.name == "adamw8bit-split8")
     first = setting.steps_of(Parts(here).sizes[0])
 
@@ -138,11 +142,31 @@ def test_a_part_that_does_not_come_ends_a_run_which_then_goes_on(parts: Path, tm
     late.rename(tmp_path / "late")
     stopped = trained("two", time.monotonic())
     assert stopped["failed"] == f"ended after step {stopped['steps']} of {whole['steps']} for want of time"
-    assert 0 < stopped["steps"] <= first < whole["steps"]
+    assert stopped["steps"] == first < whole["steps"]
     (tmp_path / "late").rename(late)
     again = trained("two", math.inf)
     for key in ("validation_loss", "validation", "curve", "tasks", "gauges"):
         assert again[key] == whole[key], key
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_run(parts: Path, tmp_path: Path) -> None:
+    task = run.Task("adamw8bit-split8", 1e-3, 0)
+    alone, both = (
+        run.one(task, replace(SETTING, micro=4 // ranks, ranks=ranks), parts, tmp_path / str(ranks), 1, math.inf)
+        for ranks in (1, 2)
+    )
+    assert both["steps"] == alone["steps"] == 6
+    assert both["validation_loss"] == pytest.approx(alone["validation_loss"], abs=1e-3)
+    assert len(both["gauges"]["step"]) == 3
+
+
+def test_the_rate_is_that_of_the_best_short_run(tmp_path: Path) -> None:
+    runs = [{"row": "D", "lr": lr, "validation_loss": loss} for lr, loss in ((1.0, 3.0), (2.0, 2.5), (4.0, None))]
+    (tmp_path / "rates.json").write_text(
+        json.dumps({"runs": [*runs, {"row": "A", "lr": 8.0, "validation_loss": 1.0}]})
+    )
+    assert run.best_rate(tmp_path / "rates.json") == 2.0
 
 
 def test_questions_have_one_right_answer_and_are_the_same_again(parts: Path) -> None:
