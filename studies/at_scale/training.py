@@ -158,8 +158,10 @@ class Run:
     def validate(self, last: bool = False) -> float:
         """Mean loss of the validation windows, by the graph that trains: it is compiled already."""
         windows = self.held_out if last else self.held_out[:: max(1, len(self.held_out) // self.setting.windows)]
-        whole = windows[: len(windows) // self.setting.micro * self.setting.micro].split(self.setting.micro)
-        losses = [self.loss(ids(micro.to(self.device))).detach() for micro in whole]
+        passes = windows.split(self.setting.micro)
+        # Of several the last must be as large as the others: another shape would be compiled anew.
+        passes = passes[: max(1, len(windows) // self.setting.micro)]
+        losses = [self.loss(ids(micro.to(self.device))).detach() for micro in passes]
         return float(torch.stack(losses).mean())
 
     def save(self, path: Path) -> None:
