@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,7 +33,7 @@ INDEX = "index.json"
 VALIDATION = "validation.xz"
 # Tokens are numbers of two bytes: positions and matches are counted in twos.
 FILTERS = [
-    {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 28, "lc": 3, "lp": 1, "pb": 1}
+    {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 27, "lc": 3, "lp": 1, "pb": 1}
 ]
 WAIT = 0.5  # seconds between looks for a part
 
@@ -46,11 +47,14 @@ def pack(text: TokenizedCorpus, out: Path, parts: int, about: dict[str, Any]) ->
     out.mkdir(parents=True, exist_ok=True)
     ends = [len(text.train) * k // parts for k in range(parts + 1)]
     names = [f"part-{k:02}.xz" for k in range(parts)]
+    made = ThreadPoolExecutor(os.cpu_count())  # compressing lets other threads run
     index = {
         **about,
         "vocabulary": text.vocabulary, "bytes_per_token": text.bytes_per_token, "fingerprint": text.fingerprint,
         "tokenizer": text.tokenizer.to_str(),
-        "parts": [_written(out / n, text.train[a:b]) for n, a, b in zip(names, ends, ends[1:], strict=False)],
+        "parts": list(
+            made.map(lambda n, a, b: _written(out / n, text.train[a:b]), names, ends[:-1], ends[1:])
+        ),
         "validation": _written(out / VALIDATION, text.validation),
     }  # fmt: skip
     (out / INDEX).write_text(json.dumps(index, indent=1) + "\n")

@@ -1,13 +1,14 @@
 """Half a billion tokens of text: the sources and documentation of packages, copies left out, held out by package.
 
-    python -m studies.at_scale.text --out runs/text PACKAGES ...
-    narrowgauge tokens --data runs/text/train --validation runs/text/validation --learn-from 256 \\
+    apt-get download $(cat debian.txt); pip download --no-deps -r python.txt        # in runs/packages
+    python -m studies.at_scale.text --megabytes 1850 --out runs/text runs/packages
+    narrowgauge tokens --data runs/text/train --validation runs/text/validation --learn-from 128 \\
         --vocabulary 50304 --out runs/tokens
     python -m studies.at_scale.parts runs/tokens --text runs/text/text.json --out runs/parts
 
 `PACKAGES` are archives as a registry serves them, `.deb`, `.whl`, `.zip` and `.tar.*`, or folders of them. An
 archive is a package, and the archives that it carries are read too, those in them not. Of a package's several files
-the newest counts.
+the newest counts. `debian.txt` and `python.txt` beside this file name the packages of the committed results.
 
 What is read: sources and documentation by their endings, HTML without its tags. What is no text for people is left
 out: over a megabyte or under 200 bytes, lines as long as minified code or embedded data have, tables of numbers.
@@ -283,6 +284,19 @@ def shortened(packages: Sequence[Package], share: float) -> None:
             package.left_out["beyond the share of a package"] += 1
 
 
+def _sampled(packages: Sequence[Package], most: int) -> None:
+    """Keep so many bytes of packages: the files that come first by the hash that names them."""
+    placed = sorted(
+        ((order(f"{p.name}/{name}"), p, name) for p in packages for name in p.texts), key=lambda entry: entry[0]
+    )
+    for _, package, name in placed:
+        size = len(package.texts[name].encode())
+        if size > most:
+            del package.texts[name]
+            package.left_out["beyond the bytes asked for"] += 1
+        most -= min(size, most)
+
+
 def _bound(sizes: Sequence[int], share: float) -> float:
     """The largest size that is no more than a share of all, once those above are cut to it."""
     above, rest = 0, sum(sizes)
@@ -294,8 +308,11 @@ def _bound(sizes: Sequence[int], share: float) -> float:
     return float(max(sizes, default=0))
 
 
-def collect(paths: Sequence[Path], out: Path, workers: int) -> dict[str, Any]:
-    """Read packages, leave copies out, write the rest; what became of them is returned and written."""
+def collect(paths: Sequence[Path], out: Path, workers: int, most: int | None = None) -> dict[str, Any]:
+    """Read packages, leave copies out, write the rest, of the training text so many bytes at most.
+
+    What became of the packages is returned, and written to `text.json`.
+    """
     with ProcessPoolExecutor(workers) as pool:
         packages = sorted(pool.map(read, _largest_first(newest(paths))), key=lambda package: order(package.name))
     raw = {package.name: (len(package.texts), package.size) for package in packages}
@@ -310,6 +327,8 @@ def collect(paths: Sequence[Path], out: Path, workers: int) -> dict[str, Any]:
             package.left_out["copy"] += 1
     once = {package.name: package.size for package in packages}
     shortened(packages, SHARE)
+    if most is not None:
+        _sampled([package for package in packages if package.name not in held], most)
     for package in packages:
         side = out / ("validation" if package.name in held else "train")
         for name, text in package.texts.items():
@@ -365,10 +384,11 @@ def _kinds(packages: Sequence[Package]) -> dict[str, dict[str, int]]:
 def main(
     packages: Annotated[list[Path], typer.Argument(help="Archives, or folders of them.")],
     out: Annotated[Path, typer.Option(help="New folder for the texts.")],
+    megabytes: Annotated[int | None, typer.Option(min=1, help="Of training text, at most.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes that read.")] = 2,
 ) -> None:
     """Write the texts of packages, each once."""
-    found = collect(packages, out, workers)
+    found = collect(packages, out, workers, None if megabytes is None else megabytes * 1_000_000)
     rows = found["packages"]
     print(f"{len(rows)} packages, {sum(row['held_out'] for row in rows)} held out")
     for key in ("bytes_read", "bytes_without_copies", "bytes", "files"):
