@@ -207,7 +207,8 @@ def main(
     sizes = text.sizes
     about: dict[str, Any] = {
         **options.origin(setting.device, PACKAGES),
-        "training": training.plain(setting) | {"lr": rates, "seeds": seeds, "steps": setting.steps(sizes)},
+        "training": training.plain(setting)
+        | {"lr": rates, "seeds": seeds, "seed": 0, "steps": setting.steps(sizes)},
         "data": {"train_tokens": sum(sizes), "validation_tokens": text.index["validation"]["tokens"]}
         | {key: text.index[key] for key in ("vocabulary", "bytes_per_token", "fingerprint")}
         | {"text": text.index.get("text")},
