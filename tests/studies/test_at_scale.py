@@ -86,6 +86,15 @@ def test_packages_are_read_once_held_out_whole_and_counted(tmp_path: Path, monke
     )
 
 
+def test_a_sample_is_the_files_that_come_first_by_the_hash_that_names_them() -> None:
+    packages = [collected.Package(f"p{n}", {f"{k}.py": module(0, 3) for k in range(20)}) for n in range(3)]
+    one = packages[0].size / 20
+    whole = sorted(collected.order(f"{p.name}/{name}") for p in packages for name in p.texts)
+    collected._sampled(packages, int(12.5 * one))
+    assert sorted(collected.order(f"{p.name}/{name}") for p in packages for name in p.texts) == whole[:12]
+    assert sum(p.left_out["beyond the bytes asked for"] for p in packages) == 48
+
+
 def test_a_package_has_its_share_at_most() -> None:
     assert collected._bound([10, 10, 10], 0.5) >= 10
     bound = collected._bound([1000, 30, 30, 40], 0.5)
