@@ -234,6 +234,9 @@ def facts(results: Results) -> dict[str, str]:
         "steps": f"{training['steps']:,}", "seeds": str(training["seeds"]),
         "tokens": f"{training['steps'] * training['batch'] * training['sequence']:,}",
     }  # fmt: skip
+    losses = [run["validation_loss"] for run in found.runs(REFERENCE) if not run["diverged"]]
+    if len(losses) > 1:
+        named["spread"] = f"{statistics.stdev(losses):.4f}"
     for name in names(results):
         key = place_of(name)
         named[f"loss_{key}"] = mean_of((run["validation_loss"] for run in found.runs(name)), ".4f")
