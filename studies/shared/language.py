@@ -207,7 +207,7 @@ def train(make: Maker, setting: Setting, beta2: float, seed: int) -> Result:
             break
     return {
         **ended(model, task, setting, losses),
-        "gauges": _gauges(stats),
+        "gauges": gauges_of(stats),
         "bytes": measured_bytes(model, optimizer),
         "peak_memory": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         "passes": gradients.how,
@@ -242,7 +242,7 @@ def ended(model: nn.Module, task: LanguageTask, setting: Setting, losses: list[f
     }
 
 
-def _gauges(stats: dict[int, UpdateStats]) -> dict[str, list[float]]:
+def gauges_of(stats: dict[int, UpdateStats]) -> dict[str, list[float]]:
     """Of the measured steps their numbers, what the updates' quality was and how many were lost.
 
     Stored: of all that is kept, low words too. Visible: of the weight that the next forward pass sees.

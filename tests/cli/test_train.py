@@ -252,6 +252,8 @@ def test_prepared_tokens_train(text: Path, tmp_path: Path, capsys) -> None:
     shard.write_bytes(data)
     assert train("--data", shards, "--out", tmp_path / "bad", *TINY[:2], *TINY[4:], "--steps", 3) == 2
     assert f"{shard} is damaged" in capsys.readouterr().err
+    assert main(["tokens", "--data", str(text), "--learn-from", "0", "--out", str(shards)]) == 2
+    assert "--learn-from must be an integer from 1" in capsys.readouterr().err
     assert main(["tokens", "--data", str(text), "--out", str(shards)]) == 2
     assert "has prepared tokens already" in capsys.readouterr().err
 

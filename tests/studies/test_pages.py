@@ -16,11 +16,11 @@ PICTURES = sorted({name for page in PAGES.values() for name in render.PICTURE.fi
 
 
 def test_there_is_a_page_and_a_command_for_each_study() -> None:
-    assert tuple(PAGES) == render.NAMES
+    assert tuple(PAGES) == tuple(dict.fromkeys(path.parents[1].name for path in RESULTS))
     listed = (render.STUDIES / "README.md").read_text()
     for name in render.NAMES:
         assert (render.STUDIES / name / "run.py").is_file()
-        assert f"[docs/studies/{name}.md]" in listed
+        assert (f"[docs/studies/{name}.md]" if name in PAGES else f"| `{name}` |") in listed
     assert all(render.page_of(path.name).__name__ == f"studies.{path.parents[1].name}.page" for path in RESULTS)
 
 

@@ -17,6 +17,7 @@ from studies import render
 # Beside `--check` and `--out`: TEXT and PAIRS stand for the folders of the tests.
 WORDS = {
     "adam_variants": ["--data", "TEXT", "--only", "images", "--only", "masked"],
+    "at_scale": ["--data", "TEXT", "--only", "D"],
     "bytes_and_loss": ["--data", "TEXT", "--only", "D", "--only", "FlashAdamW"],
     "clip_precision": ["--data", "PAIRS", "--batch", "8", "--only", "bf16", "--only", "tensor*"],
     "collage_float8": ["--data", "TEXT"],

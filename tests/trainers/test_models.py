@@ -71,6 +71,7 @@ def test_a_default_dtype_or_device_of_the_caller_changes_nothing() -> None:
         ("gpt2-large", 50257, 774_030_080),
         ("gpt2-xl", 50257, 1_557_611_200),
         ("llama-130m", 32000, 134_105_856),
+        ("llama-350m", 32000, 367_969_280),
     ],
 )
 def test_the_published_sizes(name: str, vocabulary: int, parameters: int) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from narrowgauge.trainers import Batches, DamagedShardError, _tokens, prepare_tokens
+from narrowgauge.trainers import Batches, DamagedShardError, DataError, _tokens, prepare_tokens
 from narrowgauge.trainers._tokens import open_tokens
 
 
@@ -60,6 +60,29 @@ def test_they_are_the_texts_tokens_mapped_into_memory(text: Path, prepared: Path
     assert torch.equal(one.train.to(torch.int32), two.train)
     assert torch.equal(one.validation.to(torch.int32), two.validation)
     assert torch.equal(next(Batches(one.train, 4, 16, seed=3)), next(Batches(two.train, 4, 16, seed=3)))
+
+
+def test_a_text_of_its_own_validates_and_a_sample_is_learned_from(text: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "new.txt").write_text("edcba dabc " * 60)
+    shutil.copy(text / "07.txt", other)
+    index = prepare_tokens(
+        text, tmp_path / "out", vocabulary=300, workers=1, validation=other, learn_from=10_000
+    )  # fmt: skip
+    assert index["documents"] == 39 + 2
+    assert index["notes"] == ("skipped files: 1 in the text to validate on",)
+    found = open_tokens(tmp_path / "out", None)
+    held = "".join((other / name).read_text() + "\0" for name in ("07.txt", "new.txt"))
+    assert found.tokenizer.decode(found.validation.tolist()) == held
+    sampled = found.tokenizer.to_str()
+    prepare_tokens(text, tmp_path / "all", vocabulary=300, workers=1, validation=other)
+    assert open_tokens(tmp_path / "all", None).tokenizer.to_str() != sampled
+
+
+def test_a_text_that_is_all_held_out_is_refused(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="all of which is in the text to validate on"):
+        prepare_tokens(text, tmp_path, vocabulary=300, workers=1, validation=text)
 
 
 def test_the_largest_vocabulary_takes_four_bytes(prepared: Path, tmp_path: Path) -> None:

@@ -100,6 +100,12 @@ class TokensOptions:
     out: Annotated[Path, option("A new folder for the tokens.")]
     data: Annotated[Path | None, _TEXT] = None
     vocabulary: Annotated[int, _TOKENS] = DEFAULT_VOCABULARY
+    validation: Annotated[
+        Path | None, option("A text to validate on, in place of a part of --data.", show_default=False)
+    ] = None
+    learn_from: Annotated[
+        int | None, option("Megabytes of the text that the tokenizer is learned from.", show_default="all")
+    ] = None
     workers: Annotated[int | None, option("Processes that encode.", show_default="one a core")] = None
 
 

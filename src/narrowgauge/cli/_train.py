@@ -139,12 +139,16 @@ def tokens(options: TokensOptions) -> int:
     from narrowgauge.trainers import prepare_tokens
 
     vocabulary, workers = options.vocabulary, options.workers
-    for name, value, least, most in (("vocabulary", vocabulary, 256, 2**20), ("workers", workers, 1, 1024)):
+    learn_from = options.learn_from
+    for name, value, least, most in (
+        ("vocabulary", vocabulary, 256, 2**20), ("workers", workers, 1, 1024), ("learn-from", learn_from, 1, 2**20)
+    ):  # fmt: skip
         if value is not None and not least <= value <= most:
             raise UsageError(f"--{name} must be an integer from {least} to {most}, got {value}")
     with TrainDisplay() as display, user_input():
         index = prepare_tokens(
             options.data, options.out, vocabulary=vocabulary, workers=workers or usable_cores(),
+            validation=options.validation, learn_from=None if learn_from is None else learn_from * 1_000_000,
             on_progress=display.stage,
         )  # fmt: skip
         for note in index["notes"]:

@@ -64,8 +64,9 @@ class Preset:
         return "causal" if self.family in ("gpt2", "llama") else "masked"
 
 
-# gpt2*: Radford et al. 2019. llama-130m: the configuration of GaLore (Zhao et al. 2024), used for low-precision
-# optimizers since. bert*: Devlin et al. 2019; roberta: Liu et al. 2019. The others are small enough for a CPU.
+# gpt2*: Radford et al. 2019. llama-130m to llama-1b: the configurations of GaLore (Zhao et al. 2024), used for
+# low-precision optimizers since, but that the last's hidden width is 5504, for 5461, which is odd. bert*: Devlin et
+# al. 2019; roberta: Liu et al. 2019. The others are small enough for a CPU.
 _PRESETS = {
     "micro": Preset("gpt2", layers=2, width=96, heads=4, hidden=384),
     "mini": Preset("gpt2", layers=4, width=128, heads=4, hidden=512),
@@ -76,6 +77,8 @@ _PRESETS = {
     "gpt2-xl": Preset("gpt2", layers=48, width=1600, heads=25, hidden=6400, positions=1024),
     "llama-micro": Preset("llama", layers=2, width=96, heads=4, hidden=256),
     "llama-130m": Preset("llama", layers=12, width=768, heads=12, hidden=2048, positions=1024),
+    "llama-350m": Preset("llama", layers=24, width=1024, heads=16, hidden=2736, positions=1024),
+    "llama-1b": Preset("llama", layers=24, width=2048, heads=32, hidden=5504, positions=1024),
     "bert-micro": Preset("bert", layers=2, width=96, heads=4, hidden=384),
     "bert": Preset("bert", layers=12, width=768, heads=12, hidden=3072, positions=512),
     "bert-large": Preset("bert", layers=24, width=1024, heads=16, hidden=4096, positions=512),

@@ -109,17 +109,42 @@ def load_corpus(path: Path | None, *, without: Literal["files", "lines"] = "file
     Raises:
         DataError: if the path is missing, may not be read, or holds no text.
     """
+    source, documents, skipped, damaged = _documents(path, without)
+    train, validation = _split(documents)
+    return Corpus(source, tuple(train), tuple(validation), skipped, tuple(damaged))
+
+
+def load_apart(path: Path | None, validation: Path, *, without: Literal["files", "lines"] = "files") -> Corpus:
+    """Read a text to train on, and another to validate on, each whole; arguments and errors as of `load_corpus`.
+
+    Documents to train on that are in the other text too are left out.
+    """
+    source, documents, skipped, damaged = _documents(path, without)
+    _, held_out, more_skipped, more_damaged = _documents(validation, without)
+    held = {document.text for document in held_out}
+    train = [document for document in documents if document.text not in held]
+    if not train:
+        raise DataError(f"{_MUST_BE}, got {source!r}, all of which is in the text to validate on")
+    count = Counter(skipped) + Counter(more_skipped)
+    count += Counter({"in the text to validate on": len(documents) - len(train)})
+    return Corpus(source, tuple(train), tuple(held_out), dict(sorted(count.items())), (*damaged, *more_damaged))
+
+
+def _documents(
+    path: Path | None, without: Literal["files", "lines"]
+) -> tuple[str, list[Document], Mapping[str, int], Sequence[str]]:
+    """What a text is called, its documents by name, files that were skipped by reason, damaged lines."""
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
         documents, skipped, _ = _read_folder(root, suffix=".py", exclude=_NOT_STANDARD)
-        return _corpus(f"the standard library of Python {platform.python_version()}", documents, skipped)
+        return _found(f"the standard library of Python {platform.python_version()}", documents, skipped)
     damaged: list[str] | None = [] if without == "lines" else None
     try:
         path = path.expanduser()
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
             os.scandir(path).close()  # os.walk takes a folder that it may not list for an empty one
-            return _corpus(_printable(path), *_read_folder(path, lines=damaged is not None))
+            return _found(_printable(path), *_read_folder(path, lines=damaged is not None))
         if not stat.S_ISREG(mode):
             raise _NotText("neither")
         document = Document(path.name, _read(path, path.name, damaged))
@@ -127,7 +152,7 @@ def load_corpus(path: Path | None, *, without: Literal["files", "lines"] = "file
         raise DataError(f"{_MUST_BE}, got {str(path)!r}: {getattr(error, 'strerror', None) or error}") from error
     except _NotText as reason:
         raise DataError(f"{_MUST_BE}, got {str(path)!r}, which is {reason}") from None
-    return _corpus(_printable(path), [document], Counter(), damaged or [])
+    return _found(_printable(path), [document], Counter(), damaged or [])
 
 
 def _printable(path: Path) -> str:
@@ -136,14 +161,15 @@ def _printable(path: Path) -> str:
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
-def _corpus(source: str, documents: list[Document], skipped: Counter[str], damaged: Sequence[str] = ()) -> Corpus:
+def _found(
+    source: str, documents: list[Document], skipped: Counter[str], damaged: Sequence[str] = ()
+) -> tuple[str, list[Document], Mapping[str, int], Sequence[str]]:
     reasons = dict(sorted((+skipped).items()))
     if not documents:
         listed = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
         why = f"no text was found in it ({listed})" if listed else "it is empty"
         raise DataError(f"{_MUST_BE}, got {source!r}, but {why}")
-    train, validation = _split(documents)
-    return Corpus(source, tuple(train), tuple(validation), reasons, tuple(damaged))
+    return source, documents, reasons, damaged
 
 
 class _NotText(Exception):

@@ -41,7 +41,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ._text import Corpus, DataError, Document, load_corpus
+from ._text import Corpus, DataError, Document, load_apart, load_corpus
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -170,6 +170,8 @@ def prepare_tokens(
     *,
     vocabulary: int,
     workers: int,
+    validation: Path | None = None,
+    learn_from: int | None = None,
     on_progress: OnProgress = lambda stage, fraction: None,
 ) -> dict[str, Any]:
     """Write a text as a folder of tokens, the same whatever the number of workers.
@@ -180,6 +182,10 @@ def prepare_tokens(
         vocabulary: number of tokens, from 256 to 2^20.
         workers: processes that encode; with several, a program that calls this needs the usual guard of its main
             module (``if __name__ == "__main__"``).
+        validation: a text file or a folder of them to validate on, all of `data` being trained on; None for a part
+            of `data`.
+        learn_from: bytes of the training text that the tokenizer is learned from, at least 1: documents at equal
+            distances. None for all of it, which takes minutes and gigabytes for each gigabyte.
         on_progress: called with ``"tokenizer"``, then ``"tokens"``, and the fraction done.
 
     Returns:
@@ -191,6 +197,7 @@ def prepare_tokens(
     """
     at_least("vocabulary", vocabulary, 256)
     at_least("workers", workers, 1)
+    at_least("learn_from", 1 if learn_from is None else learn_from, 1)
     if vocabulary > MOST_TOKENS:
         raise ValueError(f"vocabulary must be at most {MOST_TOKENS}, got {vocabulary}")
     if out.exists():
@@ -202,8 +209,11 @@ def prepare_tokens(
         others = sorted(names - {f"{side}.tokens" for side in _SIDES} - {f".{INDEX}.new"})
         if others:
             raise ValueError(f"--out must be an empty folder, got {out}, which has {others[0]!r} in it")
-    corpus = load_corpus(data, without="lines")
-    made = _make(corpus, vocabulary, workers, on_progress)
+    if validation is None:
+        corpus = load_corpus(data, without="lines")
+    else:
+        corpus = load_apart(data, validation, without="lines")
+    made = _make(corpus, vocabulary, workers, on_progress, learn_from)
     out.mkdir(parents=True, exist_ok=True)
     about = {"source": corpus.source, "bytes": corpus.total_bytes, "documents": len(corpus.documents)}
     return _write(out, made, **about, notes=corpus.notes)
@@ -218,8 +228,8 @@ def at_least(name: str, value: int, least: int) -> None:
 # --- the tokenizer
 
 
-def learn(corpus: Corpus, vocabulary: int, on_progress: OnProgress) -> Tokenizer:
-    """A byte-level BPE of the training text."""
+def learn(corpus: Corpus, vocabulary: int, on_progress: OnProgress, learn_from: int | None = None) -> Tokenizer:
+    """A byte-level BPE of the training text, or of about so many bytes of it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     _quiet_forks()
@@ -232,13 +242,18 @@ def learn(corpus: Corpus, vocabulary: int, on_progress: OnProgress) -> Tokenizer
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    batches = _batched(corpus.train)
+    documents = corpus.train
+    if learn_from is not None:
+        documents = documents[:: max(1, round(sum(document.size for document in documents) / learn_from))]
+    batches = _batched(documents)
     tokenizer.train_from_iterator(_shown(batches, len(batches), "tokenizer", on_progress), trainer)
     return tokenizer
 
 
-def _make(corpus: Corpus, vocabulary: int, workers: int, on_progress: OnProgress) -> TokenizedCorpus:
-    tokenizer = learn(corpus, vocabulary, on_progress)
+def _make(
+    corpus: Corpus, vocabulary: int, workers: int, on_progress: OnProgress, learn_from: int | None = None
+) -> TokenizedCorpus:
+    tokenizer = learn(corpus, vocabulary, on_progress, learn_from)
     train, validation = _batched(corpus.train), _batched(corpus.validation)
     batches = train + validation
     arrays = list(_shown(_encoded(tokenizer, batches, workers), len(batches), "tokens", on_progress))

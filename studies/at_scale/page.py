@@ -1,0 +1,280 @@
+"""Tables, facts and pictures of the proof at scale.
+
+A difference from the reference is taken seed by seed, at equal tokens, from runs with the same start and the same
+windows. What chance makes of such a difference is pooled over all rows: the standard deviation of a row's
+differences about their mean, with as many degrees of freedom as there are rows times seeds but one. A mean is
+"apart" beyond three standard errors of it (`shared/readings.py`), "within" otherwise; nothing is said where the
+pooled deviation has fewer than `readings.FREE` degrees of freedom.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from studies.shared import pictures, readings
+from studies.shared.pictures import Line
+from studies.shared.readings import Beside
+from studies.shared.tables import (
+    Results,
+    fill_in,
+    left_out,
+    machine,
+    mean_of,
+    per,
+    percent,
+    place_of,
+    runs_of,
+    several,
+    sizes,
+    span,
+    table,
+)
+
+REFERENCE = "D"
+PACKAGES = ("bitsandbytes", "torchao", "flashoptim")
+TENTHS = (0.1, 0.25, 0.5, 0.75, 1.0)  # of the tokens, in the table of the curve
+STYLES = (
+    Line("", "series-1"), Line("", "series-2", (4, 1)), Line("", "series-3", (1, 1)),
+    Line("", "series-4", (6, 1, 1, 1)), Line("", "series-5", (2, 2)), Line("", "series-6", (8, 2)),
+)  # fmt: skip
+
+
+def beside(results: Results) -> Beside:
+    """The runs beside the reference's."""
+    return Beside(results, REFERENCE)
+
+
+def names(results: Results, but: str | None = None) -> list[str]:
+    """Rows that have a run, in the order of the study."""
+    return [row["name"] for row in results["rows"] if row["name"] != but and runs_of(results, row=row["name"])]
+
+
+def at(run: Results, share: float) -> float | None:
+    """The validation loss after a share of the tokens."""
+    step = share * run["validation"][-1][0]
+    return next((loss for number, loss in run["validation"] if number >= step - 0.5), None)
+
+
+def apart_at(results: Results, name: str, share: float) -> list[float]:
+    """Differences from the reference after a share of the tokens, by seed."""
+    known = {run["seed"]: at(run, share) for run in runs_of(results, row=REFERENCE) if not run["diverged"]}
+    pairs = [(at(run, share), known.get(run["seed"])) for run in runs_of(results, row=name) if not run["diverged"]]
+    return [mine - theirs for mine, theirs in pairs if mine is not None and theirs is not None]
+
+
+def margin_at(results: Results, runs: int, share: float) -> float | None:
+    """What the mean of so many differences after a share of the tokens has to exceed."""
+    deviation = readings.chance(apart_at(results, name, share) for name in names(results, REFERENCE))
+    return readings.margin(deviation, runs)
+
+
+def verdict(results: Results, name: str) -> str:
+    """Whether a row's end is apart from the reference's."""
+    found, lost = beside(results), beside(results).lost(name)
+    differences = found.apart(name)
+    if lost:
+        return f"{lost} diverged"
+    limit = found.margin(len(differences))
+    if name == REFERENCE or not differences:
+        return "reference" if name == REFERENCE else ""
+    if limit is None:
+        return "cannot tell"
+    return f"{'apart' if abs(statistics.fmean(differences)) > limit else 'within'} (± {limit:.4f})"
+
+
+def rows(results: Results) -> str:
+    """Every row at the end: bytes, loss, its difference from D, what chance makes of one, speed."""
+    found = beside(results)
+    titles = {row["name"]: row["title"] for row in results["rows"]}
+    families = {row["name"]: row["family"] for row in results["rows"]}
+    return table(
+        names(results),
+        ("row", lambda name: f"`{name}`" if families[name] == "ours" else name),
+        ("what is kept", titles.__getitem__),
+        ("bytes", lambda name: mean_of((r["bytes"]["total"] for r in found.runs(name)), ".2f")),
+        ("seeds", lambda name: len(found.runs(name))),
+        ("loss", lambda name: mean_of((r["validation_loss"] for r in found.runs(name)), ".4f")),
+        ("loss − D", lambda name: "–" if name == REFERENCE else several(found.apart(name))),
+        ("three standard errors", lambda name: verdict(results, name)),
+        ("tokens/s", lambda name: mean_of((r["tokens_per_second"] for r in found.runs(name)), ",.0f")),
+        words=2,
+    )
+
+
+def curve(results: Results) -> str:
+    """The difference from D along the way, and what it is held against."""
+    limits = {share: margin_at(results, results["training"]["seeds"], share) for share in TENTHS}
+    last = ["three standard errors", *("" if limit is None else f"± {limit:.4f}" for limit in limits.values())]
+    return table(
+        names(results, REFERENCE),
+        ("row", "".__add__),
+        *per(
+            TENTHS, lambda share: f"{100 * share:.0f} % of the tokens",
+            ("", lambda share, name: several(apart_at(results, name, share))),
+        ),
+        last=last,
+    )  # fmt: skip
+
+
+def tasks(results: Results) -> str:
+    """Right answers by task, over the seeds; chance, and the standard error of one run's share, below."""
+    runs = [run for name in names(results) for run in runs_of(results, row=name) if run.get("tasks")]
+    asked = {name: found for run in runs for name, found in run["tasks"].items()}
+
+    def right(task: str, name: str) -> str:
+        shares = [run["tasks"][task]["right"] for run in runs if run["row"] == name and task in run["tasks"]]
+        return span(shares, percent)
+
+    chance = ["chance", *(percent(found["chance"]) for found in asked.values())]
+    errors = " and ".join(dict.fromkeys(f"{50 / found['questions'] ** 0.5:.1f}" for found in asked.values()))
+    made = table(
+        names(results),
+        ("row", "".__add__),
+        *((task, lambda name, task=task: right(task, name)) for task in asked),
+        last=chance,
+    )
+    counts = ", ".join(f"{name} {found['questions']}" for name, found in asked.items())
+    return made + f"\nQuestions: {counts}. The standard error of a share is at most {errors} points.\n"
+
+
+def gauges(results: Results) -> str:
+    """What the gauges saw, over the last quarter of a run, and what they warned of beside how the run ended."""
+    kept = [name for name in names(results) if any("gauges" in run for run in runs_of(results, row=name))]
+
+    def late(key: str, name: str) -> float | None:
+        values = [
+            value
+            for run in runs_of(results, row=name)
+            if "gauges" in run
+            for value in run["gauges"][key][3 * len(run["gauges"][key]) // 4 :]
+            if value is not None
+        ]
+        return statistics.fmean(values) if values else None
+
+    def warned(name: str) -> str:
+        found = [
+            f"{urgency}: {rule}"
+            for run in runs_of(results, row=name)
+            for urgency, rule, _ in run.get("advice", ())
+            if urgency != "note"
+        ]
+        return "; ".join(dict.fromkeys(found)) or "nothing"
+
+    return table(
+        kept,
+        ("row", "".__add__),
+        ("descent quality", lambda name: late("edq", name), ".4f"),
+        ("updates lost", lambda name: late("lost", name), percent),
+        ("not to be seen at once", lambda name: late("visible_lost", name), percent),
+        ("RMS", lambda name: late("rms", name), ".3f"),
+        ("warned of", warned),
+        ("loss − D", lambda name: "–" if name == REFERENCE else several(beside(results).apart(name))),
+        words="lrrrrlr",
+    )
+
+
+def rates(results: Results) -> str:
+    """Short runs of D, by learning rate."""
+    found = runs_of(results, row=REFERENCE)
+    return table(
+        sorted(found, key=lambda run: run["lr"]),
+        ("learning rate", "lr", "g"),
+        ("tokens", "tokens", ",d"),
+        ("validation loss", lambda run: "diverged" if run["diverged"] else f"{run['validation_loss']:.4f}"),
+    )
+
+
+def text(results: Results) -> str:
+    """What the text is made of, by kind, and what became of the packages."""
+    found = results["data"].get("text")
+    if not found:
+        return "A text of its own.\n"
+    packages = found["packages"]
+    total = {key: sum(p[key] for p in packages) for key in ("bytes_read", "bytes_without_copies", "bytes", "files")}
+    held = [p["name"] for p in packages if p["held_out"] and p["files"]]
+    made = table(
+        found["kinds"].items(),
+        ("kind", lambda item: item[0]),
+        ("files", lambda item: item[1]["files"], ",d"),
+        ("megabytes", lambda item: item[1]["bytes"] / 1e6, ",.0f"),
+        last=("all", f"{total['files']:,}", f"{total['bytes'] / 1e6:,.0f}"),
+    )
+    return made + (
+        f"\n{len(packages):,} packages had {total['bytes_read'] / 1e6:,.0f} MB of text; "
+        f"{total['bytes_without_copies'] / 1e6:,.0f} MB are left without copies, and "
+        f"{total['bytes'] / 1e6:,.0f} MB where none gives more than a tenth. "
+        f"{results['data']['train_tokens']:,} tokens to train on, {results['data']['validation_tokens']:,} to "
+        f"validate, {results['data']['bytes_per_token']:.2f} bytes each. Held out: {', '.join(held)}.\n"
+    )
+
+
+def origin(results: Results) -> str:
+    """What was run, on what."""
+    environment = results["environment"]
+    peers = [f"{name} {version}" for name in PACKAGES if (version := environment.get(name, "not"))[:3] != "not"]
+    return fill_in(
+        results,
+        "`{command}`: {sizes}, vocabulary {data[vocabulary]:,}, {training[steps]:,} steps of {tokens:,} tokens, "
+        "learning rate up to {rates} after {training[warmup]} steps, a cosine to {training[final]:g} of it, β2 "
+        "{training[beta2]:g}, weight decay {training[weight_decay]:g}, gradients' norm at most {training[clip]:g}; "
+        "{where}. {left}",
+        sizes=sizes(results), rates=" and ".join(f"{lr:g}" for lr in results["training"]["lr"]),
+        where=", ".join([machine(results), *peers]),
+        left=left_out(results, lambda run: f"{run['row']} with seed {run['seed']}"),
+    )  # fmt: skip
+
+
+def facts(results: Results) -> dict[str, str]:
+    """Every number in the page's sentences."""
+    training, found = results["training"], beside(results)
+    named = {
+        "steps": f"{training['steps']:,}", "seeds": str(training["seeds"]),
+        "tokens": f"{training['steps'] * training['batch'] * training['sequence']:,}",
+    }  # fmt: skip
+    losses = [run["validation_loss"] for run in found.runs(REFERENCE) if not run["diverged"]]
+    if len(losses) > 1:
+        named["spread"] = f"{statistics.stdev(losses):.4f}"
+    for name in names(results):
+        key = place_of(name)
+        named[f"loss_{key}"] = mean_of((run["validation_loss"] for run in found.runs(name)), ".4f")
+        if name != REFERENCE and found.apart(name):
+            named[f"apart_{key}"] = several(found.apart(name))
+            named[f"verdict_{key}"] = verdict(results, name)
+    return named
+
+
+def differences(results: Results) -> Figure:
+    """The difference from D along the tokens: the mean of the seeds, and each seed as a faint line."""
+    figure, axis = pictures.figure(11.0, 6.2)
+    axis.axhline(0, color=pictures.MUTED, linewidth=1)
+    per_step = results["training"]["batch"] * results["training"]["sequence"]
+    for style, name in zip(STYLES * 3, names(results, REFERENCE), strict=False):
+        lines = _lines(results, name)
+        for line in lines:
+            axis.plot([step * per_step / 1e6 for step, _ in line], [d for _, d in line], **style.style(alpha=0.25))
+        if lines:
+            places = [step * per_step / 1e6 for step, _ in lines[0]]
+            means = [statistics.fmean(d for _, d in each) for each in zip(*lines, strict=False)]
+            axis.plot(places[: len(means)], means, label=name, **style.style())
+    axis.set_xlabel("million tokens")
+    axis.set_ylabel(f"validation loss − that of {REFERENCE}, nats a token")
+    pictures.below(figure, axis, 3)
+    return figure
+
+
+def _lines(results: Results, name: str) -> list[list[tuple[int, float]]]:
+    known = {run["seed"]: dict(map(tuple, run["validation"])) for run in runs_of(results, row=REFERENCE)}
+    return [
+        [(step, loss - known[run["seed"]][step]) for step, loss in run["validation"] if step in known[run["seed"]]]
+        for run in runs_of(results, row=name)
+        if run["seed"] in known
+    ]
+
+
+TABLES: dict[str, Any] = {
+    "origin": origin, "rows": rows, "curve": curve, "tasks": tasks, "gauges": gauges, "rates": rates, "text": text,
+}  # fmt: skip
+PICTURES = {"": differences}

@@ -1,0 +1,192 @@
+"""The proof at scale: copies leave the text, parts arrive while a run waits, and a run goes on where it stopped."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import tarfile
+import time
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from studies.at_scale import run, tasks, training
+from studies.at_scale import text as collected
+from studies.at_scale.parts import Parts, ids
+
+LINES = [f"a line of its own, which is number {number}" for number in range(60)]
+
+
+def module(first: int, last: int) -> str:
+    return "\n".join(LINES[first:last]) + "\n"
+
+
+def test_repeated_lines_leave_and_with_most_of_them_the_file() -> None:
+    once = module(0, 20)
+    longer = module(20, 40) + "}\n\n" + module(3, 12) + "}\n" + module(40, 60)
+    most = module(0, 19) + "the only line that is new here, of twenty\n"
+    indented = once.replace("a line", "   a line")
+    short = module(50, 54)  # four lines are fewer than a window: alike they are by chance
+    kept = collected.without_copies([once, longer, most, indented, short])
+    assert kept == [once, module(20, 40) + "}\n\n" + module(40, 60), "", "", short]
+
+
+def test_a_text_is_for_people() -> None:
+    code = module(0, 20)
+    assert collected.readable(code.replace("\n", "\r\n").encode(), "Python") == code
+    page = f"<html><head><title>no</title></head><body><p>a &lt; b</p>{code}<script>no</script></body></html>"
+    assert collected.readable(page.encode(), "HTML") == f"a < b\n{code}"
+    bad = {"too short": b"a", "binary": code.encode() + b"\0", "not UTF-8": code.encode() + b"\xff"}
+    bad |= {"long lines": b"word " * 900, "few letters": b"1, 2, 3, 4, 5\n" * 40, "too long": b"a\n" * 600_000}
+    for reason, data in bad.items():
+        with pytest.raises(ValueError, match=reason):
+            collected.readable(data, "Python")
+
+
+def archive(path: Path, files: dict[str, str]) -> None:
+    if path.suffix == ".whl":
+        with zipfile.ZipFile(path, "w") as made:
+            for name, content in files.items():
+                made.writestr(name, content)
+        return
+    with tarfile.open(path, "w:xz") as made:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            made.addfile(entry, io.BytesIO(content.encode()))
+
+
+def test_packages_are_read_once_held_out_whole_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collected, "SMALL", 0.2)
+    monkeypatch.setattr(collected, "SHARE", 0.5)
+    for number in range(10):
+        name = f"p{number}-1.{number}-py3-none-any.whl"
+        archive(tmp_path / name, {"a/one.py": module(6 * number, 6 * number + 6), "a/two.json": module(0, 9)})
+    archive(tmp_path / "p3-1.12-py3-none-any.whl", {"a/one.py": module(0, 6), "b/x.tar.xz": "no archive"})
+    pages = "".join(f"a sentence of the documentation, the {number}th\n" for number in range(30))
+    archive(tmp_path / "s.tar.xz", {"doc/one.rst": pages + module(0, 30), "doc/t.txt": "short"})
+    found = collected.collect([tmp_path], tmp_path / "out", 1)
+    rows = {row["name"]: row for row in found["packages"]}
+    assert len(rows) == 11
+    assert "p3 1.12" in rows
+    held = {name for name, row in rows.items() if row["held_out"]}
+    assert held
+    assert "s" not in held
+    files = {side: sorted((tmp_path / "out" / side).rglob("*.*")) for side in ("train", "validation")}
+    lines = {side: {line for f in of for line in f.read_text().splitlines()} for side, of in files.items()}
+    assert not lines["train"] & lines["validation"]
+    assert rows["s"]["left_out"]["too short"] == 1
+    assert sum(row["bytes"] for row in rows.values()) == sum(f.stat().st_size for of in files.values() for f in of)
+    assert found["kinds"]["Python"]["files"] + found["kinds"]["documentation"]["files"] == sum(
+        map(len, files.values())
+    )
+
+
+def test_a_sample_is_the_files_that_come_first_by_the_hash_that_names_them() -> None:
+    packages = [collected.Package(f"p{n}", {f"{k}.py": module(0, 3) for k in range(20)}) for n in range(3)]
+    one = packages[0].size / 20
+    whole = sorted(collected.order(f"{p.name}/{name}") for p in packages for name in p.texts)
+    collected._sampled(packages, int(12.5 * one))
+    assert sorted(collected.order(f"{p.name}/{name}") for p in packages for name in p.texts) == whole[:12]
+    assert sum(p.left_out["beyond the bytes asked for"] for p in packages) == 48
+
+
+def test_a_package_has_its_share_at_most() -> None:
+    assert collected._bound([10, 10, 10], 0.5) >= 10
+    bound = collected._bound([1000, 30, 30, 40], 0.5)
+    assert bound == pytest.approx(100)
+    assert bound == 0.5 * (bound + 100)
+
+
+@pytest.fixture(scope="module")
+def parts(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("toy")
+    (folder / "text.txt").write_text(text.read_text()[:40_000])
+    return run.toy(folder / "text.txt", folder)
+
+
+SETTING = replace(
+    training.Setting(), model="micro", sequence=32, batch=4, micro=2, tokens=4 * 32 * 6, warmup=2, windows=4,
+    validations=3, gauge_every=2, questions=8, compile=False, device="cpu",
+)  # fmt: skip
+
+
+def test_every_window_is_drawn_once_in_the_seeds_order_from_any_step(parts: Path) -> None:
+    text, setting = Parts(parts), replace(SETTING, batch=32)
+    every = [list(training.batches(text, setting, seed, 0, math.inf, "cpu")) for seed in (0, 1)]
+    steps = sum(map(setting.steps_of, text.sizes))
+    assert [len(of) for of in every] == [steps, steps]
+    assert setting.steps_of(text.sizes[0]) < steps - 1
+    assert not torch.equal(every[0][0], every[1][0])
+    for step in (1, setting.steps_of(text.sizes[0]), steps - 1):
+        again = next(training.batches(text, setting, 0, step, math.inf, "cpu"))
+        assert torch.equal(again, every[0][step])
+    whole = ids(next(text.train(0, math.inf))).unfold(0, 33, 32)
+    seen = torch.cat(every[0][: setting.steps_of(text.sizes[0])])
+    assert len(seen.unique(dim=0)) <= len(seen) <= len(whole)
+    assert {tuple(w) for w in seen.tolist()} <= {tuple(w) for w in whole.tolist()}
+
+
+def test_a_part_that_does_not_come_ends_a_run_which_then_goes_on(
+    parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "LOOK_EVERY", 1000)
+    here = tmp_path / "parts"
+    here.mkdir()
+    for path in sorted(parts.iterdir()):
+        (here / path.name).write_bytes(path.read_bytes())
+    setting = replace(SETTING, batch=64, micro=32, tokens=1 << 30, windows=32, validations=1, questions=2)
+    row = next(row for row in run.rows() if row.name == "adamw8bit-split8")
+    first = setting.steps_of(Parts(here).sizes[0])
+
+    def trained(work: str, end: float) -> training.Result:
+        return training.train(row, setting, 1e-3, 0, Parts(here), tmp_path / work, end, "cpu")
+
+    whole = trained("one", math.inf)
+    late = here / "part-01.xz"
+    late.rename(tmp_path / "late")
+    stopped = trained("two", time.monotonic())
+    assert stopped["failed"] == f"ended after step {stopped['steps']} of {whole['steps']} for want of time"
+    assert stopped["steps"] == first < whole["steps"]
+    (tmp_path / "late").rename(late)
+    again = trained("two", math.inf)
+    for key in ("validation_loss", "validation", "curve", "tasks", "gauges"):
+        assert again[key] == whole[key], key
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_run(parts: Path, tmp_path: Path) -> None:
+    task = run.Task("adamw8bit-split8", 1e-3, 0)
+    alone, both = (
+        run.one(task, replace(SETTING, micro=4 // ranks, ranks=ranks), parts, tmp_path / str(ranks), 1, math.inf)
+        for ranks in (1, 2)
+    )
+    assert both["steps"] == alone["steps"] == 6
+    assert both["validation_loss"] == pytest.approx(alone["validation_loss"], abs=1e-3)
+    assert len(both["gauges"]["step"]) == 3
+
+
+def test_the_rate_is_that_of_the_best_short_run(tmp_path: Path) -> None:
+    runs = [{"row": "D", "lr": lr, "validation_loss": loss} for lr, loss in ((1.0, 3.0), (2.0, 2.5), (4.0, None))]
+    (tmp_path / "rates.json").write_text(
+        json.dumps({"runs": [*runs, {"row": "A", "lr": 8.0, "validation_loss": 1.0}]})
+    )
+    assert run.best_rate(tmp_path / "rates.json") == 2.0
+
+
+def test_questions_have_one_right_answer_and_are_the_same_again(parts: Path) -> None:
+    asked, again = (tasks.questions(Parts(parts), 512, 8) for _ in range(2))
+    assert asked["cloze"].prompts
+    assert len(asked["copying"].prompts) == len(asked["brackets"].prompts) == 8
+    for name, of in asked.items():
+        assert all(map(torch.equal, of.prompts, again[name].prompts))
+        for prompt, choices, right in zip(of.prompts, of.choices, of.right, strict=True):
+            assert len(prompt) <= 512
+            assert not len(choices) or (choices[0] == right and len(choices.unique()) == len(choices))
+    assert [asked[name].chance for name in ("cloze", "copying", "brackets")] == [1 / 4, 0.0, 1 / 3]
+    copying = asked["copying"]
+    assert all(right in prompt for prompt, right in zip(copying.prompts, copying.right, strict=True))
