@@ -398,8 +398,8 @@ _OPERATORS: dict[str, tuple[str, Any, Any]] = {
         "ScalarType? dtype=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _fake_tensor, _complete,
     ),
     "quantize_blocks": (
-        "quantize_blocks(Tensor x, str straight, str transposed, str format, bool sums, *, ScalarType? dtype=None) -> "
-        "(Tensor, Tensor, Tensor, Tensor, Tensor)", _fake_blocks, _complete,
+        "quantize_blocks(Tensor x, str straight, str transposed, str format, bool sums, *, "
+        "ScalarType? dtype=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _fake_blocks, _complete,
     ),
     "dequantize": (
         "dequantize(Tensor codes, Tensor scale, ScalarType dtype) -> Tensor",
