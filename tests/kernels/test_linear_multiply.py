@@ -168,6 +168,11 @@ def test_defaults_are_ways_for_their_kinds() -> None:
                 assert _configs.fits(config, of, False, descriptors)
                 assert config.kernel == "pointers" or descriptors
                 assert hopper or config.inner * (config.rows + config.columns) * config.stages <= 96 * 1024
+    for form, right in (("float8", "tiles"), ("float8", "blocks"), ("int8", "tiles")):
+        of = kind(format=form, left="blocks", right=right, accumulation="blocks")
+        assert _configs.fits(ours := _configs.default(of, False, True, True), of, False, True)
+        assert ours.kernel == "descriptors"
+        assert _configs.fits(_configs.default(of, False, False, False), of, False, False)
     assert _configs.default(kind(), True, True, True) is CUBLAS
     assert _configs.default(kind(), False, True, True).kernel == "descriptors"
     assert len(set(_configs.CANDIDATES)) == len(_configs.CANDIDATES)
