@@ -79,7 +79,7 @@ BLOCK_WAYS = (
     MatmulConfig("descriptors", 32, 32, 128),
     MatmulConfig("descriptors", 16, 64, 128, halves=True),
 )
-BLOCK_SHAPES = ((64, 256, 48), (130, 320, 144), (33, 80, 16), (5, 200, 3), (1, 33, 1))
+BLOCK_SHAPES = ((130, 320, 144), (33, 80, 16), (1, 200, 3))
 BLOCK_SCALINGS = [("row128", "row128"), ("row128", "tile128"), ("tile128", "row"), ("tensor", "row128")]
 
 
