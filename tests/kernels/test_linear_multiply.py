@@ -79,7 +79,7 @@ BLOCK_WAYS = (
     MatmulConfig("descriptors", 32, 32, 128),
     MatmulConfig("descriptors", 16, 64, 128, halves=True),
 )
-BLOCK_SHAPES = ((64, 256, 48), (130, 320, 144), (33, 80, 16), (5, 200, 3), (1, 33, 1))
+BLOCK_SHAPES = ((130, 320, 144), (33, 80, 16), (1, 200, 3))
 BLOCK_SCALINGS = [("row128", "row128"), ("row128", "tile128"), ("tile128", "row"), ("tensor", "row128")]
 
 
@@ -168,6 +168,11 @@ def test_defaults_are_ways_for_their_kinds() -> None:
                 assert _configs.fits(config, of, False, descriptors)
                 assert config.kernel == "pointers" or descriptors
                 assert hopper or config.inner * (config.rows + config.columns) * config.stages <= 96 * 1024
+    for form, right in (("float8", "tiles"), ("float8", "blocks"), ("int8", "tiles")):
+        of = kind(format=form, left="blocks", right=right, accumulation="blocks")
+        assert _configs.fits(ours := _configs.default(of, False, True, True), of, False, True)
+        assert ours.kernel == "descriptors"
+        assert _configs.fits(_configs.default(of, False, False, False), of, False, False)
     assert _configs.default(kind(), True, True, True) is CUBLAS
     assert _configs.default(kind(), False, True, True).kernel == "descriptors"
     assert len(set(_configs.CANDIDATES)) == len(_configs.CANDIDATES)

@@ -79,7 +79,8 @@ _PAIRS = MatmulConfig("descriptors", 128, 128, 128, warps=4, stages=3, halves=Tr
 # For operands that the copy engine does not take, and for too few tiles to fill a GPU with large ones.
 _MIDDLE = MatmulConfig("pointers", 128, 128, 128, warps=8, stages=3)
 _SMALL = MatmulConfig("pointers", 64, 64, 128, warps=4, stages=3)
-# With scales of blocks.
+# With scales of blocks: where columns share them in tiles, and where they do not.
+_TILES = MatmulConfig("descriptors", 128, 128, 128, warps=8, stages=3, halves=True, resident=2)
 _BLOCKS = MatmulConfig("descriptors", 64, 128, 128, warps=4, stages=3, resident=2)
 # Before Hopper, or after: tiles that fit where there is less shared memory, and kernels without its copy engine.
 _ELSEWHERE = MatmulConfig("pointers", 128, 128, 64, warps=8, stages=3)
@@ -100,8 +101,8 @@ CANDIDATES: tuple[MatmulConfig, ...] = (
     MatmulConfig("pointers", 64, 128, 128, warps=4, stages=4),
     _SMALL,
     _PAIRS,
+    _TILES,
     _BLOCKS,
-    MatmulConfig("descriptors", 128, 128, 128, warps=8, stages=3, halves=True, resident=2),
     MatmulConfig("descriptors", 128, 128, 128, warps=8, stages=5, halves=True),
     MatmulConfig("descriptors", 128, 256, 128, warps=8, stages=3),
     MatmulConfig("descriptors", 128, 256, 128, warps=8, stages=4, halves=True),
@@ -135,7 +136,8 @@ def default(kind: MatmulShape, cublas: bool, descriptors: bool, hopper: bool) ->
     if kind.accumulation == "blocks":
         if cublas:
             return CUBLAS
-        return _BLOCKS if descriptors and kind.rows * kind.columns >= _AT_ONCE * 64 * 128 else _SMALL
+        large = descriptors and kind.rows * kind.columns >= _AT_ONCE * 64 * 128
+        return next(config for config in (_TILES, _BLOCKS, _SMALL) if fits(config, kind, cublas, large))
     if not hopper:
         return _ELSEWHERE
     tiles = kind.rows * kind.columns / (_PAIRS.rows * _PAIRS.columns)
