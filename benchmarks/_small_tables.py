@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _pages import Results, replaced, table
+from _pages import Results, commands, replaced, table
 
 PASSES = ("encode", "add", "finish")
 
@@ -156,7 +156,7 @@ def held(results: Results) -> str:
     )
     return (
         f"{drawn}\n{of['blocks']} blocks of {model}, {of['tokens']:,} tokens in bf16; above weights and gradients. "
-        f"{_origin(results | results['environment'])}"
+        f"{commands(results)}; {results['environment']['device']}, torch {results['environment']['torch']}."
     )
 
 
@@ -171,6 +171,7 @@ TABLES: dict[str, tuple[str, str, Callable[[Results], str]]] = {
     "compressed on CPUs": ("distributed.md", "compressed_cpu.json", compressed),
     "compressed on GPUs": ("distributed.md", "compressed_h200.json", compressed),
     "offload": ("distributed.md", "offload_h200.json", offload),
+    "held": ("linear.md", "hold_h100.json", held),
 }
 
 

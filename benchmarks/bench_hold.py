@@ -14,6 +14,7 @@ each block is compiled by itself.
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -141,15 +142,24 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--resume", action="store_true", help="keep the file's rows of other modes and plans")
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     if args.check:
         args.models, args.rounds, args.blocks = "tiny", 1, 2
     device = find_device(args.device)
     torch._dynamo.config.recompile_limit = 64  # all sides are one function's
+    known: dict[str, Any] = json.loads(args.json.read_text()) if args.resume else {"models": {}}
     results: dict[str, Any] = {"command": command(), "environment": describe_environment(device), "models": {}}
+    if args.resume:
+        if known["environment"] != results["environment"]:
+            parser.error(f"--resume: {args.json} must be of this environment, got {known['environment']}")
+        results["resumed"] = [*known.get("resumed", ()), results["command"]]
+        results["command"] = known["command"]
     for model in parts(args.models):
         results["models"][model] = found = measure(args, model, device)
+        rows = known["models"].get(model, {}).get("rows", {}) | found["rows"]
+        found["rows"] = dict(sorted(rows.items(), key=lambda row: not row[0].startswith("eager")))
         print(f"{model}: {found['blocks']} blocks, {found['tokens']} tokens")
         for name, row in found["rows"].items():
             print(f"  {name}:", ", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"

@@ -249,6 +249,17 @@ def linear_node(y: Tensor) -> Any:
     return node
 
 
+def test_the_input_of_a_norm_is_let_go() -> None:
+    norm = LlamaRMSNorm(WIDTH).bfloat16()
+    hold_activations(norm)
+    x = torch.randn(4, WIDTH, dtype=torch.bfloat16)
+    gone = weakref.ref(x.untyped_storage())
+    y = norm(x)
+    del x
+    assert y.requires_grad
+    assert gone() is None  # held in a copy of what the norm saves in fp32
+
+
 @pytest.mark.parametrize("kind", ["linear", "conv1d", "planned"])
 def test_weights_are_never_codes_under_autocast_either(kind: str) -> None:
     """The gradient of the input depends on the weight alone."""

@@ -255,7 +255,7 @@ class _Holding:
             return run(*args, **kwargs)
         hook: _Watch = _Watch()
         if how != "watched":
-            normed = args[0] if how == "norm" and args and isinstance(args[0], Tensor) else None
+            normed = args[0] if how == "norm" and args and type(args[0]) is Tensor else None
             hook = _Pack(self._format, list(self.parameters()), normed)
         with saved_tensors_hooks(hook, _unpack):
             return run(*args, **kwargs)
@@ -336,7 +336,10 @@ class _Pack(_Watch):
     """
 
     def __init__(self, format: Format, parameters: Sequence[nn.Parameter], normed: Tensor | None = None) -> None:
-        self.format, self.parameters, self.normed = format, parameters, normed
+        self.format, self.parameters = format, parameters
+        # Not the input itself, which would live as long as the graph does.
+        self.normed = None if normed is None else weakref.ref(normed.untyped_storage())
+        self.halves = normed.dtype if normed is not None and normed.element_size() == 2 else torch.bfloat16
 
     def __call__(self, x: Tensor) -> Tensor | _Held:
         if not self._is_activation(x):
@@ -357,11 +360,11 @@ class _Pack(_Watch):
 
     def _form(self, x: Tensor) -> Format | torch.dtype | None:
         """What a tensor is held in; None for what it is in."""
-        if self.normed is None or type(self.normed) is not Tensor:
+        if self.normed is None:
             return self.format
         if x.dtype == torch.float32:
-            return self.normed.dtype if self.normed.element_size() == 2 else torch.bfloat16
-        return None if x.untyped_storage() is self.normed.untyped_storage() else self.format
+            return self.halves
+        return None if x.untyped_storage() is self.normed() else self.format
 
     def _is_activation(self, x: Tensor) -> bool:
         if (
