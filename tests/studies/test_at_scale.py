@@ -86,6 +86,12 @@ def test_packages_are_read_once_held_out_whole_and_counted(tmp_path: Path, monke
     )
 
 
+def test_packages_are_known_by_their_files() -> None:
+    assert collected.package_name("mysql_connector-26.7.0-cp311-cp311-linux.whl") == "mysql_connector 26.7.0"
+    assert collected.package_name("sbcl-source_2%3a2.2.9-1_all.deb") == "sbcl-source 2:2.2.9-1"
+    assert collected.package_name("django-5.2.tar.gz") == "django-5.2"
+
+
 def test_a_sample_is_the_files_that_come_first_by_the_hash_that_names_them() -> None:
     packages = [collected.Package(f"p{n}", {f"{k}.py": module(0, 3) for k in range(20)}) for n in range(3)]
     one = packages[0].size / 20
