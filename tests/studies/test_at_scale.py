@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from narrowgauge.trainers._tokens import open_tokens
 from studies.at_scale import run, tasks, training
 from studies.at_scale import text as collected
-from studies.at_scale.parts import Parts, ids
+from studies.at_scale.parts import Parts, ids, pack
 
 LINES = [f"a line of its own, which is number {number}" for number in range(60)]
 
@@ -141,11 +142,9 @@ def test_a_part_that_does_not_come_ends_a_run_which_then_goes_on(
     parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training, "LOOK_EVERY", 1000)
-    here = tmp_path / "parts"
-    here.mkdir()
-    for path in sorted(parts.iterdir()):
-        (here / path.name).write_bytes(path.read_bytes())
-    setting = replace(SETTING, batch=64, micro=32, tokens=1 << 30, windows=32, validations=1, questions=2)
+    here, text = tmp_path / "parts", open_tokens(parts.parent / "tokens", None)
+    pack(replace(text, train=text.train[:3000], validation=text.validation[:1200]), here, 2, {})
+    setting = replace(SETTING, batch=16, micro=8, tokens=1 << 30, windows=8, validations=1, questions=2)
     row = next(row for row in run.rows() if row.name == "adamw8bit-split8")
     first = setting.steps_of(Parts(here).sizes[0])
 
