@@ -110,7 +110,7 @@ def package_name(file: str) -> str:
     """`numpy 2.4.6` of a wheel, `gcc-12-source 12.2.0-14` of a Debian package."""
     stem = _ARCHIVE.sub("", file)
     if file.endswith((".deb", ".whl")):
-        name, version = re.split("[_-]" if file.endswith(".whl") else "_", stem)[:2]
+        name, version = stem.split("-" if file.endswith(".whl") else "_")[:2]
         return f"{name.lower()} {version.replace('%3a', ':')}"
     return stem
 
@@ -361,7 +361,7 @@ def newest(paths: Sequence[Path]) -> list[Path]:
     files = [f for path in paths for f in (path.iterdir() if path.is_dir() else [path]) if _ARCHIVE.search(f.name)]
     latest: dict[str, Path] = {}
     for file in files:
-        name = package_name(file.name).split(" ")[0].replace("-", "_")
+        name = package_name(file.name).partition(" ")[0].replace("-", "_")
         if name not in latest or _numbers(file) > _numbers(latest[name]):
             latest[name] = file
     return sorted(latest.values())

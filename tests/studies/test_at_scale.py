@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from narrowgauge.trainers._tokens import open_tokens
 from studies.at_scale import run, tasks, training
 from studies.at_scale import text as collected
-from studies.at_scale.parts import Parts, ids
+from studies.at_scale.parts import Parts, ids, pack
 
 LINES = [f"a line of its own, which is number {number}" for number in range(60)]
 
@@ -86,6 +87,12 @@ def test_packages_are_read_once_held_out_whole_and_counted(tmp_path: Path, monke
     )
 
 
+def test_packages_are_known_by_their_files() -> None:
+    assert collected.package_name("mysql_connector-26.7.0-cp311-cp311-linux.whl") == "mysql_connector 26.7.0"
+    assert collected.package_name("sbcl-source_2%3a2.2.9-1_all.deb") == "sbcl-source 2:2.2.9-1"
+    assert collected.package_name("django-5.2.tar.gz") == "django-5.2"
+
+
 def test_a_sample_is_the_files_that_come_first_by_the_hash_that_names_them() -> None:
     packages = [collected.Package(f"p{n}", {f"{k}.py": module(0, 3) for k in range(20)}) for n in range(3)]
     one = packages[0].size / 20
@@ -135,11 +142,9 @@ def test_a_part_that_does_not_come_ends_a_run_which_then_goes_on(
     parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training, "LOOK_EVERY", 1000)
-    here = tmp_path / "parts"
-    here.mkdir()
-    for path in sorted(parts.iterdir()):
-        (here / path.name).write_bytes(path.read_bytes())
-    setting = replace(SETTING, batch=64, micro=32, tokens=1 << 30, windows=32, validations=1, questions=2)
+    here, text = tmp_path / "parts", open_tokens(parts.parent / "tokens", None)
+    pack(replace(text, train=text.train[:3000], validation=text.validation[:1200]), here, 2, {})
+    setting = replace(SETTING, batch=16, micro=8, tokens=1 << 30, windows=8, validations=1, questions=2)
     row = next(row for row in run.rows() if row.name == "adamw8bit-split8")
     first = setting.steps_of(Parts(here).sizes[0])
 
