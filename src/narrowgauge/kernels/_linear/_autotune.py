@@ -101,7 +101,7 @@ def _product(
     """The function that multiplies such operands."""
     if config is None:
         kind = shape_of(rows, inner, columns, left, one, other, dtype, full)
-        cublas = _is_hopper(device) and _cublas_takes(left, right, one, other, bias, dtype, kind)
+        cublas = _has_cublas(device, kind) and _cublas_takes(left, right, one, other, bias, dtype, kind)
         config = _chosen(kind, device, cublas, _is_hopper(device) and aligned and fits_sides(inner, columns, dtype))
     if config.kernel == "cublas":
         if isinstance(other, tuple):
@@ -179,6 +179,14 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= _HOPPER
 
 
+def _has_cublas(device: torch.device, kind: MatmulShape) -> bool:
+    """Whether cuBLAS multiplies so on a device: with scales of blocks on Hopper alone, from CUDA 12.9 on."""
+    if kind.accumulation != "blocks" or not _is_hopper(device):
+        return _is_hopper(device)
+    version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+    return torch.cuda.get_device_capability(device)[0] == _HOPPER and version >= (12, 9)
+
+
 def _allowed(
     left: Tensor, right: Tensor, one: bool | Steps, other: bool | Steps, bias: Tensor | None, dtype: torch.dtype,
     kind: MatmulShape,
@@ -187,7 +195,9 @@ def _allowed(
     if not _is_hopper(left.device):
         return False, False
     added = None if bias is None else bias.dtype
-    cublas = _cublas_takes(left.dtype, right.dtype, one, other, added, dtype, kind)
+    cublas = _has_cublas(left.device, kind) and _cublas_takes(
+        left.dtype, right.dtype, one, other, added, dtype, kind
+    )
     return cublas, fits_descriptors(left, right, dtype)
 
 
