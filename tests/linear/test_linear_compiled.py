@@ -90,3 +90,22 @@ def test_operations_in_place_of_kernels_are_the_specification(form: str) -> None
         wanted = _ops.EAGER.quantize_tensor(matrix, None, form, True, True, False)
         for one, other in zip(got[:4], wanted[:4], strict=True):
             assert torch.equal(one.float().nan_to_num(nan=-1e9), other.float().nan_to_num(nan=-1e9))
+
+
+def test_what_takes_a_gpu_long_stays_an_operator() -> None:
+    def long(field: str, *shapes: tuple[int, int]) -> bool:
+        return _ops._takes_long(field, tuple(torch.empty(shape, device="meta") for shape in shapes))
+
+    assert long("quantize_rows", (8192, 4096))
+    assert not long("quantize_rows", (8192, 2048))
+    assert long("product", (8192, 4096), (4096, 4096))
+    assert not long("product", (8192, 1024), (1024, 4096))
+
+
+def test_tensors_in_a_list_are_a_compilers_too() -> None:
+    """As those are that torch's own scaled multiply takes."""
+    from narrowgauge.kernels._linear._traced import traced
+
+    one, two = torch.ones(2, 3), torch.zeros(1, 3)
+    (whole,) = traced([one, two], lambda a, b: [torch.cat([a, b])])
+    assert torch.equal(whole, torch.cat([one, two]))

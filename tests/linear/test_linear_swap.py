@@ -198,6 +198,7 @@ class Named(nn.Linear):
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.weight, 0.5)
+        nn.init.zeros_(self.bias)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, label={self.label}"

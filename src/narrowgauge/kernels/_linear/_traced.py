@@ -70,6 +70,8 @@ class _Trace:
 
     def read(self, wanted: Any) -> Any:
         """What an argument or a result stands for."""
+        if isinstance(wanted, list):
+            return [self.read(each) for each in wanted]
         if not isinstance(wanted, Recorded):
             return wanted
         return self.base(wanted.memory) if wanted.returned_by is None else self.call(*wanted.returned_by)
