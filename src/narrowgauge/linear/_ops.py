@@ -456,7 +456,7 @@ def _takes_long(field: str, args: tuple[Any, ...]) -> bool:
     """
     if field == "product":
         left, right = args[:2]
-        return left.numel() * right.shape[1] >= 1 << 37
+        return bool(left.numel() * right.shape[1] >= 1 << 37)
     return bool(args[0].numel() >= 1 << 25)
 
 
