@@ -215,6 +215,8 @@ THINNED = {
             "test_compiled_as_one_graph_it_is_the_same", "test_every_storage", "test_the_multiply_is_an_operator",
             "test_quantizers_and_what_codes_stand_for_are_operators", "test_gradients_that_are_wanted",
             "test_weight_decay_arrives", "test_nothing_in_the_loop_changes", "test_bounds_of_float8_expansions",
+            "test_all_ranks_have_the_same_bits", "test_saved_on_two_resumed_on_one",
+            "test_blocks_of_any_size_are_the_oracles", "test_simulating_the_librarys_states_is_running_them",
         ),
         4: (
             "test_moments", "test_block_sizes", "test_training_follows_fp32_as_far_as_the_weight_storage_can",

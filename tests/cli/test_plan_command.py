@@ -117,6 +117,7 @@ def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert "activations held in int8" in " ".join(page.split())
 
 
+@pytest.mark.slow
 def test_an_image_model_is_planned_with_what_training_adds(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
