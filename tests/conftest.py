@@ -217,6 +217,12 @@ THINNED = {
             "test_weight_decay_arrives", "test_nothing_in_the_loop_changes", "test_bounds_of_float8_expansions",
             "test_all_ranks_have_the_same_bits", "test_saved_on_two_resumed_on_one",
             "test_blocks_of_any_size_are_the_oracles", "test_simulating_the_librarys_states_is_running_them",
+            "test_edges", "test_the_sums_of_a_step", "test_every_pair_of_words_under_any_update",
+            "test_many_vectors_at_once", "test_clipping_comes_after_unscaling", "test_nothing_and_one",
+            "test_svg_stands_alone_and_clashes_with_no_other",
+            "test_colors_follow_the_page_and_drawing_repeats_to_the_letter_and_leaves_settings_alone", "test_rows",
+            "test_columns", "test_a_product_is_the_specifications", "test_it_is_the_equation_bit_for_bit",
+            "test_steps_are_those_without", "test_what_cannot_be_written_is_one_line",
         ),
         4: (
             "test_moments", "test_block_sizes", "test_training_follows_fp32_as_far_as_the_weight_storage_can",

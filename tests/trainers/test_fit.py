@@ -55,6 +55,7 @@ def test_recomputing_blocks_changes_nothing(
     assert len(calls) - once == once + 2 * small.steps  # two blocks, once more a step
 
 
+@pytest.mark.slow
 def test_compiled_it_learns_the_same(small: TrainSettings, tmp_path: Path) -> None:
     plain = run(small, tmp_path / "plain")
     with captured() as graphs:

@@ -68,6 +68,7 @@ def test_a_run_goes_on_with_states_elsewhere(small: TrainSettings, tmp_path: Pat
     assert found == wanted
 
 
+@pytest.mark.slow
 def test_a_clip_whose_scale_is_bounded_after_each_step(tmp_path: Path) -> None:
     """The bound is written to the weight between steps, which the CPU's copy has to follow."""
     clip = TrainSettings(
