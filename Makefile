@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 RUN    := $(BIN)/python -m
 ARGS   ?=
 OUT    ?= runs/compare
-JOBS   ?= 2
+JOBS   ?= 3
 # Compiled tests are kept beside them: rewriting their asserts takes each process ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
 # What test-quick leaves out are whole programs (the command line, trainings, studies, several processes) and long runs.

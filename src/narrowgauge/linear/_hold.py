@@ -134,8 +134,8 @@ def hold_activations(model: nn.Module, format: Format = "e4m3", *, keep: Iterabl
     inner: set[nn.Module] = set()  # parts of a gated product
     patterns, modules = tuple(keep), dict(model.named_modules())
     for name, module in modules.items():
-        what, gated = _kind(module), _gated(module)
-        if what is None and gated is None:
+        role, gated = _kind(module), _gated(module)
+        if role is None and gated is None:
             continue
         why = next((f"fits {pattern!r} of keep" for pattern in patterns if matches(name, pattern)), None)
         if isinstance(module, _Holding):
@@ -149,11 +149,11 @@ def hold_activations(model: nn.Module, format: Format = "e4m3", *, keep: Iterabl
             continue
         if gated is not None:
             inner |= {part for part in (getattr(module, name, None) for name in gated[2:]) if part is not None}
-        report.held[name] = what or "gated"
+        report.held[name] = role or "gated"
         if module not in inner:
-            became[module] = gated or ("norm" if what == "norm" else "held")
+            became[module] = gated or ("norm" if role == "norm" else "held")
         parent = modules.get(name.rpartition(".")[0]) if name else None
-        if what == "linear" and parent is not None:
+        if role == "linear" and parent is not None:
             around.append(parent)
     if not became:
         raise ValueError(

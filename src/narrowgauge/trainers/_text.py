@@ -115,7 +115,7 @@ def load_corpus(path: Path | None, *, without: Literal["files", "lines"] = "file
 
 
 def load_apart(path: Path | None, validation: Path, *, without: Literal["files", "lines"] = "files") -> Corpus:
-    """Read a text to train on, and another to validate on, each whole; arguments and errors as of `load_corpus`.
+    """Read a text to train on and another to validate on, both whole. For arguments and errors see `load_corpus`.
 
     Documents to train on that are in the other text too are left out.
     """
