@@ -451,8 +451,8 @@ def _plain_tensor(x: Tensor, format: Format, straight: bool, transposed: bool) -
 def _takes_long(field: str, args: tuple[Any, ...]) -> bool:
     """Whether a GPU is busy with an operation for longer than a host needs to call an operator.
 
-    Such operations stay operators: compilers arrange what is around kernels that they see, which costs a large
-    block 1 to 5 % of its time and gains nothing.
+    Such operations stay operators: with all kernels in the graph a large block took 1 to 5 % longer
+    (docs/decisions/compiled-layers.md).
     """
     if field == "product":
         left, right = args[:2]
