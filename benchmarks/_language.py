@@ -154,26 +154,27 @@ def blocks_of(model: Any) -> nn.ModuleList:
     return found
 
 
-def loss_of(model: nn.Module, how: str, backend: str = "inductor") -> Step:
+def loss_of(model: nn.Module, how: str, backend: str = "inductor", mode: str = "default") -> Step:
     """What computes the loss of windows, (batch, sequence + 1) to a scalar, in nats a token.
 
     Args:
         model: of `language_model`.
         how: ``"blocks"``: each is compiled, and the head with the loss; ``"model"``: all in one; ``"none"``.
-        backend: of `torch.compile`.
+        backend, mode: of `torch.compile`.
     """
+    options: dict[str, Any] = {"backend": backend, "dynamic": False} | ({} if mode == "default" else {"mode": mode})
     base, head = cast(Any, model).base_model, cast(Any, model).get_output_embeddings()
     last = _head_loss
     if how == "blocks":
         for block in blocks_of(model):
-            block.compile(backend=backend, dynamic=False)
-        last = torch.compile(_head_loss, backend=backend, dynamic=False)
+            block.compile(**options)
+        last = torch.compile(_head_loss, **options)
 
     def loss(windows: Tensor) -> Tensor:
         hidden = base(input_ids=windows[:, :-1], use_cache=False).last_hidden_state
         return last(head, hidden, windows[:, 1:])
 
-    return torch.compile(loss, backend=backend, dynamic=False) if how == "model" else loss
+    return torch.compile(loss, **options) if how == "model" else loss
 
 
 def _head_loss(head: nn.Module, hidden: Tensor, wanted: Tensor) -> Tensor:

@@ -87,9 +87,11 @@ def bench(of: Sizes, args: argparse.Namespace, found: dict[str, Any], keep: Call
     torch._dynamo.reset()
     torch._dynamo.config.recompile_limit = _GRAPHS
     model = language_model(of, args.device)
-    loss = loss_of(model, args.compile, args.backend)
+    loss = loss_of(model, args.compile, args.backend, args.mode)
     windows = windows_of(of, args.tokens, args.device)
-    found.setdefault("settings", dataclasses.asdict(of) | {"tokens": args.tokens, "compile": args.compile})
+    found.setdefault(
+        "settings", dataclasses.asdict(of) | {n: getattr(args, n) for n in ("tokens", "compile", "mode")}
+    )
     found.setdefault("parameters", sum(p.numel() for p in model.parameters()))
     for name in args.optimizers:
         if name in found.setdefault("timed", []):
@@ -98,6 +100,8 @@ def bench(of: Sizes, args: argparse.Namespace, found: dict[str, Any], keep: Call
         optimizer = optimizer_of(name, model, 1e-5)
 
         def step(optimizer: torch.optim.Optimizer = optimizer) -> None:
+            if args.mode == "reduce-overhead":
+                torch.compiler.cudagraph_mark_step_begin()
             loss(windows).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -212,18 +216,20 @@ def losses_of(of: Sizes, layer: Layer, seed: int, args: argparse.Namespace) -> d
     """The losses of a side that is trained on the text: a curve, and their mean over the last steps."""
     device, tokens = args.device, text_of(None, args.megabytes, args.vocabulary)[1]
     model = language_model(of, device, min(of.blocks, args.blocks), seed)
-    loss = loss_of(model, args.compile, args.backend)
+    loss = loss_of(model, args.compile, args.backend, args.mode)
     optimizer = optimizer_of(OURS, model, _RATE)
     batches = Batches(tokens.train, args.tokens // of.sequence, of.sequence, seed=0)
 
     def step(number: int) -> torch.Tensor:
+        if args.mode == "reduce-overhead":
+            torch.compiler.cudagraph_mark_step_begin()
         rate = schedule("cosine", number, steps=args.curves, warmup=min(_WARM_UP, args.curves // 4), final=0.1)
         set_rate(optimizer, _RATE * rate)
         found = loss(next(batches).to(device))
         found.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return found.detach()
+        return found.detach().clone()  # a graph's next replay overwrites its results
 
     begun = time.perf_counter()
     with placed(list(blocks_of(model)), layer):
@@ -249,6 +255,10 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--fused", default="SWITCHBACK e4m3", help="the row also with torch's fused AdamW, or none")
     parser.add_argument("--compile", choices=("blocks", "model", "none"), default="blocks", help="what at a time")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument(
+        "--mode", choices=("default", "reduce-overhead"), default="default",
+        help="of inductor; reduce-overhead replays what is compiled as CUDA graphs",
+    )  # fmt: skip
     parser.add_argument("--tokens", type=int, default=8192, help="of a step")
     parser.add_argument("--warm-up", type=int, default=3, help="steps of each side before any is counted")
     parser.add_argument("--patience", type=int, default=60, help="seconds that a side's first steps take at most")
@@ -279,6 +289,8 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     for name, least in (("warm_up", 1), ("patience", 1), ("steps", 1), ("rounds", 1), ("curves", 0), ("blocks", 1)):
         if getattr(args, name) < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
+    if args.mode != "default" and (args.compile == "none" or args.backend != "inductor"):
+        parser.error(f"--mode must be default without inductor, got {args.mode!r}")
     for name in args.models:
         if args.tokens < MODELS[name].sequence or args.tokens % MODELS[name].sequence:
             parser.error(f"--tokens must be a multiple of {MODELS[name].sequence} for {name}, got {args.tokens}")

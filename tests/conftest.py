@@ -16,6 +16,7 @@ import sysconfig
 import tempfile
 import zlib
 from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
     pairwise.EVERYTHING = _with_slow(config)
     if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers have the environment of the process that starts them
         _isolate(config)
+    _share_server(config)
     sys.addaudithook(_refuse)
 
 
@@ -124,6 +126,24 @@ def _read_headers(folder: Path) -> None:
     os.environ["CC"] = shlex.join(["cc", "-include", str(header)])
 
 
+def _share_server(config: pytest.Config) -> None:
+    """One server of forked processes for all workers: its imports take seconds of the processor."""
+    server = forkserver._forkserver
+    if hasattr(server, "_forkserver_authkey"):
+        return  # of later Pythons: each worker has its own
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        os.environ.pop(SERVER, None)
+        if getattr(config.option, "numprocesses", None) and not config.option.quick:
+            server.ensure_running()
+            os.environ[SERVER] = server._forkserver_address
+    elif SERVER in os.environ:
+        server._forkserver_address = os.environ[SERVER]
+        # The server lives as long as the process that started it, whatever is passed on here.
+        server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
+        server.ensure_running = resource_tracker.ensure_running
+
+
+SERVER = "NARROWGAUGE_TESTS_FORKSERVER"
 # The list of fonts that matplotlib keeps, with none but its own.
 OWN_FONTS = """
 from matplotlib import font_manager as fonts
@@ -223,6 +243,26 @@ THINNED = {
             "test_colors_follow_the_page_and_drawing_repeats_to_the_letter_and_leaves_settings_alone", "test_rows",
             "test_columns", "test_a_product_is_the_specifications", "test_it_is_the_equation_bit_for_bit",
             "test_steps_are_those_without", "test_what_cannot_be_written_is_one_line",
+            "test_it_learns", "test_a_run_that_stops_goes_on_as_if_it_had_not", "test_rules",
+            "test_steps_are_those_of_the_eager_path", "test_every_multiply_is_that_of_the_papers_algorithm",
+            "test_a_graph_has_kernels_and_gives_the_numbers_of_eager_ones",
+            "test_gradients_of_an_earlier_batch_are_added_to", "test_a_planted_property_is_seen",
+            "test_steps_are_the_eager_ones", "test_a_namesake_goes_where_torch_goes",
+            "test_a_run_goes_on_with_another_number_of_processes",
+            "test_a_compiled_model_trains_as_it_does_uncompiled",
+            "test_scales_grow_and_shrink_each_by_its_own_tensor", "test_the_scale_stays_within_its_bound",
+            "test_compiled_with_dynamic_shapes_averages_move_as_they_do",
+            "test_8bit_states_err_as_much_as_an_exact_implementation_of_the_map",
+            "test_strict_words_never_overlap_and_hold_what_one_word_loses",
+            "test_a_tar_file_with_any_header_is_read_or_named",
+            "test_a_terminal_that_takes_nothing_or_only_ascii_costs_no_result",
+            "test_a_step_that_is_whole_is_taken_by_all_or_none", "test_steps_that_unscale_on_the_device",
+            "test_a_folder_of_any_kind_is_a_model", "test_other_dtypes_and_shapes_are_other_kinds",
+            "test_encoding_is_nearest_with_ties_towards_zero", "test_everything_is_escaped",
+            "test_a_resumed_run_ends_where_an_uninterrupted_one_does", "test_a_row_takes_steps",
+            "test_blocks_are_the_oracles_where_the_last_is_shorter",
+            "test_what_was_not_recorded_is_left_out_and_said", "test_gauges_measure_the_step_that_is_taken",
+            "test_a_rule_says_what_crossed_its_threshold",
         ),
         4: (
             "test_moments", "test_block_sizes", "test_training_follows_fp32_as_far_as_the_weight_storage_can",

@@ -1,4 +1,4 @@
-"""`import narrowgauge` in a fresh interpreter: quick, silent, and without side effects."""
+"""`import narrowgauge` in a fresh interpreter: light, silent, and without side effects."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ import narrowgauge
 # What costs time or memory at import and is wanted by kernels or programs alone.
 HEAVY = {"triton", "transformers", "tokenizers", "matplotlib", "typer", "click", "rich", "jinja2"}
 HEAVY |= {"lightning", "tensorboard"}
-LIMIT = 0.2  # seconds of the processor on top of torch and numpy
-TRIES = 5  # the best counts: a busy machine is slow now and then, slow code always
 
 # Every read of the environment goes through this class, whatever name os.environ was imported under.
 PROBE = """
-import json, os, sys, time
+import json, os, sys
 import numpy, torch
 
 modules, reads, kind = set(sys.modules), [], type(os.environ)
@@ -37,12 +35,9 @@ for name in ("__getitem__", "__iter__", "__setitem__", "__delitem__"):
 print("before", flush=True)
 print("before", file=sys.stderr, flush=True)
 
-start = time.process_time()
 import narrowgauge
-seconds = time.process_time() - start
 
 facts = {
-    "seconds": seconds,
     "reads": list(reads),
     "modules": sorted({name.split(".")[0] for name in set(sys.modules) - modules}),
     "own": [name for name in sys.modules if name.startswith("narrowgauge.")],
@@ -78,13 +73,6 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return probe(tmp_path_factory.mktemp("import"))
 
 
-def test_it_is_quick(facts: dict[str, Any], tmp_path: Path) -> None:
-    times = [facts["seconds"]]
-    while min(times) >= LIMIT and len(times) < TRIES:
-        times.append(probe(tmp_path)["seconds"])
-    assert min(times) < LIMIT, times
-
-
 def test_it_is_this_checkout(facts: dict[str, Any]) -> None:
     assert Path(facts["file"]) == Path(narrowgauge.__file__)
 
@@ -112,14 +100,12 @@ def test_the_probe_sees_what_it_looks_for(tmp_path: Path) -> None:
     package = tmp_path / "planted" / "narrowgauge"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(
-        "import os, sys, time\nfrom os import environ\nimport rich\n"
-        "end = time.process_time() + 0.3\nwhile time.process_time() < end:\n    pass\n"
+        "import os, sys\nfrom os import environ\nimport rich\n"
         "os.getenv('A')\n'B' in environ\nos.environ.get('C')\n"
         "print('out')\nprint('err', file=sys.stderr)\n"
     )
     seen = probe(tmp_path, path=tmp_path / "planted")
     assert Path(seen["file"]).parent == package
-    assert seen["seconds"] > LIMIT
     assert [name for name in "ABC" if f"('{name}',)" in seen["reads"]] == ["A", "B", "C"]
     assert "rich" in seen["modules"]
     assert "out" in seen["out"]

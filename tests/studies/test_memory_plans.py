@@ -28,6 +28,7 @@ def test_the_papers_bytes_are_the_recipes() -> None:
     assert {letter: recipes.get(letter).name for letter in study.LETTERS} == study.NAMES
 
 
+@pytest.mark.slow
 def test_results_are_what_is_planned_now(results: dict[str, Any]) -> None:
     assert results["table_8"] == [json.loads(json.dumps(study.table_8(in_flight=count))) for count in (1, 2)]
     small = study.table_12(("GPT-125M",))["GPT-125M"]

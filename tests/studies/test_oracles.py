@@ -153,6 +153,7 @@ def test_fp16_loses_what_lies_below_its_numbers_and_a_scale_saves_it() -> None:
     assert [found[c]["infinite"] > 0 for c in look.SCALES] == [False] * 4
 
 
+@pytest.mark.slow
 def test_on_independent_numbers_equation_12_holds() -> None:
     operands = noise.control(4096, 0, "cpu")
     found = noise.measure(operands, 0)
