@@ -12,6 +12,13 @@ from _pages import Results, commands, markdown, packages, short, table
 
 BASELINE = "nn.Linear"
 _HOST_BOUND = 1.05  # a step takes so many times its device's work
+_LAUNCHED = "as launched"
+_REPLAYED = 'under `mode="reduce-overhead"` of `torch.compile`'
+_KINDS = (
+    ("language", "language models", _LAUNCHED),
+    ("graphs_language", "language models", _REPLAYED),
+    ("clip", "CLIP", _LAUNCHED),
+)
 _COMPILED = {"blocks": "(each compiled)", "model": "(compiled as one)", "none": "(not compiled)"}
 
 
@@ -19,7 +26,7 @@ def opening(devices: Mapping[str, Results]) -> str:
     """What a user gets, a sentence for each device and kind of model; the fastest plan of this library's."""
     lines = []
     for results in devices.values():
-        for kind, words in (("language", "language models"), ("clip", "CLIP")):
+        for kind, words, way in _KINDS:
             found = []
             for model, of in results.get(kind, {}).get("models", {}).items():
                 ours = [side for side in results[kind]["layers"] if side[0].isupper()]  # peers begin with a package
@@ -30,7 +37,7 @@ def opening(devices: Mapping[str, Results]) -> str:
             if found:
                 device = results[kind]["environment"]["device"]
                 lines.append(
-                    f"A whole training step of {words} on one {device}, as launched, is so many times as fast as "
+                    f"A whole training step of {words} on one {device}, {way}, is so many times as fast as "
                     f"with `nn.Linear`: {', '.join(found)}."
                 )
     return "\n\n".join(lines)
@@ -40,7 +47,14 @@ def tables(results: Results) -> list[str]:
     """The parts of a device's section that are of whole steps; none without results of them."""
     parts = []
     if "language" in results:
-        parts += ["### A training step of a language model", *language(results["language"])]
+        parts += ["### A training step of a language model", fastest(results["language"])]
+        parts += language(results["language"])
+    if "graphs_language" in results:
+        parts += [
+            'With `mode="reduce-overhead"`, which replays what is compiled as CUDA graphs. Peak GB leaves out what '
+            "graphs hold:",
+            *language(results["graphs_language"]),
+        ]
     if "clip" in results:
         parts += ["### A training step of CLIP", clip_table(results["clip"])]
     if "clip_filter" in results:
@@ -53,8 +67,8 @@ def tables(results: Results) -> list[str]:
 
 
 def language(results: Results) -> list[str]:
-    """Which layers are the fastest, a table a model, and how it was measured."""
-    parts = [fastest(results)]
+    """A table a model, and how it was measured."""
+    parts = []
     for model, of in results["models"].items():
         sizes = of["settings"]
         blocks = (
@@ -67,7 +81,7 @@ def language(results: Results) -> list[str]:
             "step.",
             language_table(results, model),
         ]
-    curves = [one for of in results["curves"].values() for one in of.values() if "end" in one]
+    curves = [one for model in results["models"] for one in _curves(results, model).values()]
     trained = (
         f" Loss: training loss, the mean of the last {curves[0]['mean_of']} of {curves[0]['steps']} steps on a "
         f"text, minus that of `nn.Linear`; the model has {curves[0]['blocks']} such blocks, and all begin with the "
@@ -91,12 +105,17 @@ def language(results: Results) -> list[str]:
     return [*parts, "Not measured:", "\n".join(failed)] if failed else parts
 
 
+def _curves(results: Results, model: str) -> dict[str, Any]:
+    """A model's losses by side; none without those of other weights, which say what a difference means."""
+    curves = {side: of for side, of in results["curves"].get(model, {}).items() if "end" in of}
+    return curves if f"{BASELINE}, other weights" in curves else {}
+
+
 def language_table(results: Results, model: str) -> str:
     """A model's steps, a row a side."""
-    noise, curves = results["noise"].get(model, {}), results["curves"].get(model, {})
+    noise, curves = results["noise"].get(model, {}), _curves(results, model)
     rows = [{"side": side, **row} for side, row in results["models"][model]["rows"].items() if "failed" not in row]
-    other = curves.get(f"{BASELINE}, other weights", {})
-    if "end" in other:
+    if curves:
         rows.insert(1, {"side": f"{BASELINE}, other weights"})
 
     def decibels(row: Mapping[str, Any]) -> str:
@@ -165,11 +184,17 @@ def fastest(results: Results) -> str:
         quiet = [
             side
             for side in rows
-            if theirs and results["layers"][side]["of"] == "narrowgauge" and loudness[side] >= loudness[theirs]
+            if theirs
+            and noise
+            and results["layers"][side]["of"] == "narrowgauge"
+            and loudness[side] >= loudness[theirs]
         ]
         third = max(quiet, key=lambda side: rows[side]["speedup"], default=None)
         told = [
-            f"{_named(results, side)} {rows[side]['speedup']:.2f} at {loudness[side]:.1f} dB" if side else "–"
+            f"{_named(results, side)} {rows[side]['speedup']:.2f}"
+            + (f" at {loudness[side]:.1f} dB" if noise else "")
+            if side
+            else "–"
             for side in (best["narrowgauge"], theirs, third)
         ]
         if theirs and third:

@@ -273,6 +273,22 @@ def test_steps_of_language_models() -> None:
     ]  # fmt: skip
     assert drawn["torchao rowwise"][-2:] == ["31.0 / 31.0", "–"]
     assert "torchao blockwise" not in drawn
+    # With graphs, and without noise and the losses of other weights, which a difference is compared with.
+    bare = results | {"noise": {}, "curves": {"llama-8b": {"nn.Linear": curve | {"end": 3.25}}}}
+    assert 'a GPU, under `mode="reduce-overhead"` of `torch.compile`, is so many times as fast' in (
+        _whole_steps.opening({"h100": {"graphs_language": bare}})
+    )
+    assert 'With `mode="reduce-overhead"`, which' in _layers.section({"graphs_language": bare}, "h100")
+    answer, *table = cells(_layers.section({"language": bare}, "h100"))[2:]
+    assert answer == ["llama-8b", "**TENSORWISE_FP8 e4m3** 1.40", "torchao rowwise 1.25", "–"]
+    assert {row[0]: row[1:] for row in table}["nn.Linear"] == [
+        "140",
+        "1.40 (1.37–1.42)",
+        "81,920",
+        "139",
+        "40.0",
+        "–",
+    ]
 
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:
