@@ -283,7 +283,7 @@ def test_steps_of_language_models() -> None:
     assert answer == ["llama-8b", "**TENSORWISE_FP8 e4m3** 1.40", "torchao rowwise 1.25", "–"]
     assert {row[0]: row[1:] for row in table}["nn.Linear"] == [
         "140",
-        "1.40 (1.37–1.42)",
+        "1.00 (1.37–1.42)",
         "81,920",
         "139",
         "40.0",
