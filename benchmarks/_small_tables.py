@@ -150,12 +150,13 @@ def held(results: Results) -> str:
         ("linear layers", lambda row: "`nn.Linear`" if row["side"][1] == "none" else f"`{row['side'][1]}`"),
         ("activations", lambda row: row["side"][2]),
         ("between the passes, GB", measured("saved_bytes", 1e9, ".2f")),
-        ("at most, GB", measured("peak_bytes", 1e9, ".2f")),
+        ("peak, GB", measured("peak_bytes", 1e9, ".2f")),
         ("both passes, ms", measured("ms", 1, ".1f")),
         words="lllrrr",
     )
     return (
-        f"{drawn}\n{of['blocks']} blocks of {model}, {of['tokens']:,} tokens in bf16; above weights and gradients. "
+        f"{drawn}\n{of['blocks']} blocks of {model}, {of['tokens']:,} tokens in bf16; memory beyond weights "
+        "and gradients. "
         f"{commands(results)}; {results['environment']['device']}, torch {results['environment']['torch']}."
     )
 

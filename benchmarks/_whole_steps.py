@@ -12,8 +12,8 @@ from _pages import Results, commands, markdown, packages, short, table
 
 BASELINE = "nn.Linear"
 _HOST_BOUND = 1.05  # a step takes so many times its device's work
-_LAUNCHED = "as launched"
-_REPLAYED = 'under `mode="reduce-overhead"` of `torch.compile`'
+_LAUNCHED = "without CUDA graphs"
+_REPLAYED = 'both sides compiled with `mode="reduce-overhead"`'
 _KINDS = (
     ("language", "language models", _LAUNCHED),
     ("graphs_language", "language models", _REPLAYED),
@@ -23,8 +23,8 @@ _COMPILED = {"blocks": "(each compiled)", "model": "(compiled as one)", "none": 
 
 
 def opening(devices: Mapping[str, Results]) -> str:
-    """What a user gets, a sentence for each device and kind of model; the fastest plan of this library's."""
-    lines = []
+    """What a user gets, a line for each device and kind of model; the fastest plan of this library's."""
+    lines = ["How many times as fast as with `nn.Linear` a whole training step is, by the fastest plan:", ""]
     for results in devices.values():
         for kind, words, way in _KINDS:
             found = []
@@ -36,11 +36,8 @@ def opening(devices: Mapping[str, Results]) -> str:
                     found.append(f"{model} {rows[best]['speedup']:.2f} ({best})")
             if found:
                 device = results[kind]["environment"]["device"]
-                lines.append(
-                    f"A whole training step of {words} on one {device}, {way}, is so many times as fast as "
-                    f"with `nn.Linear`: {', '.join(found)}."
-                )
-    return "\n\n".join(lines)
+                lines.append(f"- {words} on one {device}, {way}: {', '.join(found)}")
+    return "\n".join(lines)
 
 
 def tables(results: Results) -> list[str]:
@@ -98,8 +95,9 @@ def language(results: Results) -> list[str]:
     parts.append(
         f"{commands(results)}: bf16, {packages(results, 'python')}. Sides take turns: milliseconds are medians, "
         "times as fast is the median of the rounds' ratios, with the least and the greatest. Device ms is the time "
-        "of a step's kernels, in *italics* where launches make a step over 5 % longer. Noise: the worst of output "
-        "and gradients at the MLP's first layer, on normal inputs / on inputs with outliers. The optimizer is "
+        "of a step's kernels, in *italics* where launches make a step over 5 % longer. Signal to noise, more is "
+        "better: the worst of output and gradients at the MLP's first layer, on normally distributed inputs / on "
+        "inputs with outliers. The optimizer is "
         f"`adamw8bit-split8` where no other is named.{trained}"
     )
     return [*parts, "Not measured:", "\n".join(failed)] if failed else parts
@@ -141,7 +139,7 @@ def language_table(results: Results, model: str) -> str:
         "tokens/s": of("tokens_per_second", ",.0f"),
         "device ms": lambda row: _device(row) if "device_ms" in row else "–",
         "peak GB": of("peak_bytes", ".1f", 1e-9),
-        "noise dB": decibels,
+        "signal to noise, dB": decibels,
     } | ({"loss": loss} if curves else {})
     cells = [
         [_named(results, row["side"], row.get("layer")), *(cell(row) for cell in columns.values())] for row in rows
@@ -167,7 +165,10 @@ def worst(noise: Mapping[str, Any], layer: str, kind: str) -> float | None:
 
 def fastest(results: Results) -> str:
     """By model the fastest of this library's and of torchao's, and how many times as fast."""
-    lines = ["| model | the fastest here | of torchao | at its noise or less |", "| --- | --- | --- | --- |"]
+    lines = [
+        "| model | the fastest of this library | of torchao | of this library with no more noise |",
+        "| --- | --- | --- | --- |",
+    ]
     for model, of in results["models"].items():
         noise = results["noise"].get(model, {})
         rows = {side: row for side, row in of["rows"].items() if "speedup" in row and side == row["layer"]}
@@ -214,7 +215,7 @@ def clip_table(clip: Results) -> str:
     drawn = table(
         rows,
         ("model", "model"),
-        ("linear layers", "layer"),
+        ("linear layers", lambda row: f"**{row['layer']}**" if row["layer"][0].isupper() else row["layer"]),
         ("in eight bits", _layers),
         ("ms a step", "ms", short),
         ("times as fast", lambda row: f"{row['speedup']:.2f}" + _in_graph(row, "graph_speedup", ".2f")),

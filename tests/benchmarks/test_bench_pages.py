@@ -254,8 +254,8 @@ def test_steps_of_language_models() -> None:
                                 "nn.Linear, other weights": curve | {"end": 3.24}}},
     }  # fmt: skip
     assert _whole_steps.opening({"h100": {"language": results}, "cpu": {}}) == (
-        "A whole training step of language models on one a GPU, as launched, is so many times as fast as with "
-        "`nn.Linear`: llama-8b 1.40 (TENSORWISE_FP8 e4m3)."
+        "How many times as fast as with `nn.Linear` a whole training step is, by the fastest plan:\n\n"
+        "- language models on one a GPU, without CUDA graphs: llama-8b 1.40 (TENSORWISE_FP8 e4m3)"
     )
     section = _layers.section({"language": results}, "h100")
     assert "16 of its 32 blocks (each compiled), width 4,096" in section
@@ -275,7 +275,7 @@ def test_steps_of_language_models() -> None:
     assert "torchao blockwise" not in drawn
     # With graphs, and without noise and the losses of other weights, which a difference is compared with.
     bare = results | {"noise": {}, "curves": {"llama-8b": {"nn.Linear": curve | {"end": 3.25}}}}
-    assert 'a GPU, under `mode="reduce-overhead"` of `torch.compile`, is so many times as fast' in (
+    assert 'a GPU, both sides compiled with `mode="reduce-overhead"`: llama' in (
         _whole_steps.opening({"h100": {"graphs_language": bare}})
     )
     assert 'With `mode="reduce-overhead"`, which' in _layers.section({"graphs_language": bare}, "h100")
