@@ -231,7 +231,9 @@ def noise_table(kinds: Mapping[str, Rows]) -> str:
         [name, *(f"{rows[name][result]:.1f}" for rows in kinds.values() for result in results)]
         for name in _measured(kinds)
     ]
-    return markdown(["signal to noise, dB", *(f"{kind}: {name}" for kind in kinds for name in results)], lines).rstrip()
+    return markdown(
+        ["signal to noise, dB", *(f"{kind}: {name}" for kind in kinds for name in results)], lines
+    ).rstrip()
 
 
 def failures(results: Results) -> list[str]:
