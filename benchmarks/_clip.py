@@ -14,11 +14,13 @@ from unittest import mock
 import _sides
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import CLIPModel
 
 from narrowgauge.cli._bench._linear import Layer
 from narrowgauge.linear import SwapReport, swap_linears
 from narrowgauge.nn import add_patch_dropout, patches_left
+from narrowgauge.recipes._trace import IN_COMPILED
 from narrowgauge.trainers._image_models import IMAGE_PRESETS, ClipSizes, Tower
 from narrowgauge.trainers._image_models import clip_model as build
 
@@ -33,12 +35,23 @@ def clip_model(of: ClipSizes, patch_dropout: float, checkpointing: bool) -> CLIP
     """The model in training mode, nothing downloaded."""
     model: Any = build(of, end=of.vocabulary - 1)
     if checkpointing:
-        # transformers renamed it within version 5
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False, "preserve_rng_state": False})  # no block draws random numbers
+        for block in blocks(model):
+            _checkpoint(block)
     if patch_dropout:
         add_patch_dropout(model, patch_dropout)
     return model
+
+
+def _checkpoint(block: nn.Module) -> None:
+    """Recompute a block in the backward pass, inside what is compiled; it draws no random numbers."""
+    forward = block.forward
+
+    def checkpointed(*args: Any, **named: Any) -> Any:
+        # Beside what is compiled, a mode that sees every operation costs time.
+        tell = IN_COMPILED if torch.compiler.is_compiling() else {}
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **tell, **named)
+
+    block.forward = checkpointed
 
 
 def clip_batch(of: ClipSizes, batch: int, device: torch.device) -> dict[str, Tensor]:
@@ -55,9 +68,14 @@ def clip_rows(of: ClipSizes, batch: int, patch_dropout: float) -> tuple[int, int
 
 
 def encoders(model: CLIPModel) -> Iterator[nn.Module]:
-    """The blocks of both towers."""
+    """What holds the blocks of each tower."""
     yield model.vision_model.encoder
     yield model.text_model.encoder
+
+
+def blocks(model: CLIPModel) -> list[nn.Module]:
+    """The blocks of both towers."""
+    return [block for encoder in encoders(model) for block in encoder.get_submodule("layers").children()]
 
 
 def chosen(model: nn.Module, layer: Layer, rows: Sequence[int] | None, launched: bool = False) -> SwapReport | None:

@@ -20,7 +20,7 @@ from _pages import Results, by_device, commands, markdown, packages, replaced, s
 
 Rows = Mapping[str, Mapping[str, Any]]
 BASELINE = "nn.Linear"
-BESIDE = ("language", "graphs_language", "peers_linear", "clip", "clip_filter")
+BESIDE = ("language", "graphs_language", "peers_linear", "graphs_clip", "clip", "clip_filter")
 BLOCK = "a block, q, k, v as one layer"
 _HOST_BOUND = 1.05  # launched one by one, a layer takes so many times its device's work
 

@@ -14,9 +14,14 @@ BASELINE = "nn.Linear"
 _HOST_BOUND = 1.05  # a step takes so many times its device's work
 _LAUNCHED = "without CUDA graphs"
 _REPLAYED = 'both sides compiled with `mode="reduce-overhead"`'
+_IN_GRAPHS = (
+    'With `mode="reduce-overhead"`, which replays what is compiled as CUDA graphs. Peak GB leaves out what '
+    "graphs hold:"
+)
 _KINDS = (
     ("language", "language models", _LAUNCHED),
     ("graphs_language", "language models", _REPLAYED),
+    ("graphs_clip", "CLIP", _REPLAYED),
     ("clip", "CLIP", _LAUNCHED),
 )
 _COMPILED = {"blocks": "(each compiled)", "model": "(compiled as one)", "none": "(not compiled)"}
@@ -47,13 +52,13 @@ def tables(results: Results) -> list[str]:
         parts += ["### A training step of a language model", fastest(results["language"])]
         parts += language(results["language"])
     if "graphs_language" in results:
-        parts += [
-            'With `mode="reduce-overhead"`, which replays what is compiled as CUDA graphs. Peak GB leaves out what '
-            "graphs hold:",
-            *language(results["graphs_language"]),
-        ]
+        parts += [_IN_GRAPHS, *language(results["graphs_language"])]
+    if "clip" in results or "graphs_clip" in results:
+        parts.append("### A training step of CLIP")
+    if "graphs_clip" in results:
+        parts += [_IN_GRAPHS, clip_table(results["graphs_clip"])]
     if "clip" in results:
-        parts += ["### A training step of CLIP", clip_table(results["clip"])]
+        parts += ["Without CUDA graphs:"] * ("graphs_clip" in results) + [clip_table(results["clip"])]
     if "clip_filter" in results:
         parts += [
             "With the filter, which leaves layers that measured slower as launched, and all of them if the step is "
@@ -199,7 +204,7 @@ def fastest(results: Results) -> str:
             for side in (best["narrowgauge"], theirs, third)
         ]
         if theirs and third:
-            told[2] += f", {100 * (rows[third]['speedup'] / rows[theirs]['speedup'] - 1):+.0f} %"
+            told[2] += f", {round(100 * (rows[third]['speedup'] / rows[theirs]['speedup'] - 1)):+d} %"
         lines.append(f"| {model} | {' | '.join(told)} |")
     return "\n".join(lines)
 
@@ -212,6 +217,8 @@ def clip_table(clip: Results) -> str:
         for name, row in of["rows"].items()
         if "failed" not in row
     ]
+    # Of replayed steps nothing says what their multiplies take.
+    ceiling = [("ceiling", "ceiling", ".2f")] if all("ceiling" in row for row in rows) else []
     drawn = table(
         rows,
         ("model", "model"),
@@ -219,11 +226,13 @@ def clip_table(clip: Results) -> str:
         ("in eight bits", _layers),
         ("ms a step", "ms", short),
         ("times as fast", lambda row: f"{row['speedup']:.2f}" + _in_graph(row, "graph_speedup", ".2f")),
-        ("ceiling", "ceiling", ".2f"),
+        *ceiling,
         ("peak GB", lambda row: f"{row['peak_bytes'] / 1e9:.1f}" if row["peak_bytes"] else "–"),
         ("warm-up", lambda row: f"{row['warm_up_seconds']:.0f} s"),
         words=2,
     )
+    if not ceiling:
+        return f"{drawn}\n{commands(clip)}."
     shares = (f"{model} {100 * of['linear_share']:.0f} %" for model, of in clip["models"].items())
     graph = " In brackets: the device's work alone, a step replayed from a CUDA graph." if "(*" in drawn else ""
     return (

@@ -31,12 +31,12 @@ import torch
 from _clip import (
     MODELS,
     as_if_capturing,
+    blocks,
     captured,
     chosen,
     clip_batch,
     clip_model,
     clip_rows,
-    encoders,
     swapped,
 )
 from _resume import resumed
@@ -108,8 +108,7 @@ def bench(
     if args.compile:
         mode = {} if args.mode == "default" else {"mode": args.mode}
         torch._dynamo.config.recompile_limit = _GRAPHS
-        blocks = [block for encoder in encoders(model) for block in encoder.layers]
-        for module in [model] if args.whole else blocks:
+        for module in [model] if args.whole else blocks(model):
             module.compile(backend=args.compile, dynamic=False, **mode)
 
     def step(capturing: bool = False) -> None:

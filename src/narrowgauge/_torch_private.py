@@ -63,6 +63,8 @@ def packs() -> Any:
 def when_traced(operator: str, rule: Callable[..., Any], library: Any) -> None:
     """Have a rule say what a compiler sees in place of an operator, once it knows shapes and gradients.
 
+    What the operator is called for twice, with the same tensors, is in the graph once.
+
     Args:
         operator: its name, with the namespace.
         rule: takes the operator's arguments and returns its results, or None to leave it as it is.
@@ -75,11 +77,47 @@ def when_traced(operator: str, rule: Callable[..., Any], library: Any) -> None:
         made = None
         # A program that is exported keeps operators, as it keeps those of `torch.library.triton_op`.
         if getattr(config, "decompose_custom_triton_ops", True):
-            with mode:
-                made = rule(*args, **(kwargs or {}))
+            known, key = _known_calls(op, args, kwargs or {})
+            made = known.get(key)
+            if made is None:
+                with mode:
+                    made = rule(*args, **(kwargs or {}))
+                if made is not None:
+                    known[key] = made
         return mode.__torch_dispatch__(op, types, args, kwargs) if made is None else made
 
     torch.library.register_torch_dispatch(operator, FunctionalTensorMode, decompose, lib=library)
+
+
+def _known_calls(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[Any, Any], Any]:
+    """The results of a graph's calls so far, and what a call is known by there.
+
+    A compiler merges equal operations later, but no launches of kernels: each writes to tensors of its own.
+    """
+    from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+    mode = get_proxy_mode()
+    if mode is None:
+        return {}, None
+
+    def named(value: Any) -> Any:
+        if not isinstance(value, FunctionalTensor):
+            return value
+        torch._sync(value)  # type: ignore[attr-defined,no-untyped-call]
+        slot = get_proxy_slot(torch._from_functional_tensor(value.elem), mode.tracer, None)
+        return value if slot is None else _origin(slot.proxy.node)
+
+    known: dict[Any, Any] = mode.tracer.__dict__.setdefault("narrowgauge_calls", {})
+    return known, (op, *map(named, args), *((name, named(value)) for name, value in sorted(kwargs.items())))
+
+
+def _origin(node: Any) -> Any:
+    """What a node's tensor is known by: layers that reshape one input have a node each for that."""
+    if str(node.target) not in ("aten.view.default", "aten._unsafe_view.default", "aten.t.default"):
+        return node
+    first, *shape = node.args
+    return node.target, _origin(first), *(tuple(one) for one in shape)
 
 
 def without_modes() -> AbstractContextManager[Any]:

@@ -228,6 +228,16 @@ def test_steps_of_clip_with_and_without_a_filter() -> None:
     ]
     assert "vit-h-14 67 %, vit-b-16 50 % of the step" in drawn
     assert "1.16 to 1.16 is what the host's launches make of the same step" in drawn
+    # Replayed steps say nothing of what multiplies take.
+    replayed = clip | {"layers": {"INT8": "two"}, "environment": {"device": "a GPU"}}
+    replayed["models"] = {"vit-h-14": {"rows": {"INT8": {k: v for k, v in row.items() if k != "ceiling"}}}}
+    section = _layers.section({"graphs_clip": replayed}, "h100")
+    assert cells(section)[2:] == [["vit-h-14", "**INT8**", "144", "301", "1.16", "–", "31 s"]]
+    assert "share" not in section
+    assert 'With `mode="reduce-overhead"`, which' in section
+    assert _whole_steps.opening({"h100": {"graphs_clip": replayed}}).endswith(
+        'CLIP on one a GPU, both sides compiled with `mode="reduce-overhead"`: vit-h-14 1.16 (INT8)'
+    )
 
 
 def test_steps_of_language_models() -> None:

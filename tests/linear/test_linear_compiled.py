@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
+from functorch.compile import default_partition, make_boxed_func, min_cut_rematerialization_partition
 from test_linear_matmuls import PLANS
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.linear import LowPrecisionLinear, _ops
+from narrowgauge.recipes._trace import IN_COMPILED
 
 pytest.importorskip("triton", reason="triton is not installed: there are no kernels")
 # Torch's own, while it traces an autograd function.
@@ -21,15 +24,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:Dep
 class Traced:
     """A backend that keeps the graphs of both passes, and runs them node by node."""
 
-    def __init__(self) -> None:
+    def __init__(self, partition: Any = default_partition) -> None:
         self.graphs: list[torch.fx.Graph] = []
+        self.partition = partition
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
         def keep(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
             self.graphs.append(module.graph)
             return make_boxed_func(module.forward)
 
-        return aot_autograd(fw_compiler=keep, bw_compiler=keep)(graph, inputs)
+        return aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=self.partition)(graph, inputs)
 
     def names(self) -> list[str]:
         return [str(node.target) for graph in self.graphs for node in graph.nodes if node.op == "call_function"]
@@ -65,6 +69,60 @@ def test_a_graph_has_kernels_and_gives_the_numbers_of_eager_ones(
     assert names.count("triton_kernel_wrapper_functional") == launched
     for one, other in zip(got, wanted, strict=True):
         assert torch.equal(one, other)
+
+
+def test_layers_of_one_input_quantize_it_once(kernels: str) -> None:
+    torch.compiler.reset()
+    layers = nn.ModuleList(LowPrecisionLinear(32, 48, device=kernels) for _ in range(2))
+
+    def run(x: Tensor) -> Tensor:
+        x = x * 2
+        return layers[0](x) * layers[1](x)
+
+    x, traced = torch.randn(2, 8, 32, device=kernels), Traced()
+    wanted = numbers(run, layers, x)
+    got = numbers(torch.compile(run, backend=traced, fullgraph=True), layers, x)
+    forward, backward = ([str(node.target) for node in graph.nodes] for graph in traced.graphs)
+    assert forward.count("triton_kernel_wrapper_functional") == 3  # the input's rows, and a multiply each
+    assert backward.count("triton_kernel_wrapper_functional") == 6  # of each: the gradient's rows, sums, a multiply
+    for one, other in zip(got, wanted, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_an_input_that_was_written_to_is_quantized_again(kernels: str) -> None:
+    torch.compiler.reset()
+    layer = LowPrecisionLinear(32, 48, device=kernels)
+
+    @torch.no_grad()
+    def run(x: Tensor) -> Tensor:
+        x = x * 2
+        before = layer(x)
+        x[0].add_(1)
+        return before - layer(x)
+
+    x, traced = torch.randn(16, 32, device=kernels), Traced()
+    assert torch.equal(torch.compile(run, backend=traced, fullgraph=True)(x), run(x))
+    assert traced.names().count("triton_kernel_wrapper_functional") == 4
+
+
+@pytest.mark.parametrize("name", ["SWITCHBACK", pytest.param("TENSORWISE_FP8", marks=pytest.mark.slow)])
+def test_a_compiled_checkpoint_saves_nothing_of_its_layers(name: str, kernels: str) -> None:
+    torch.compiler.reset()
+    layers = nn.Sequential(
+        LowPrecisionLinear(32, 48, plan=PLANS[name], device=kernels), nn.GELU(),
+        LowPrecisionLinear(48, 32, plan=PLANS[name], device=kernels),
+    )  # fmt: skip
+
+    def run(x: Tensor) -> Tensor:
+        return checkpoint(layers, x, use_reentrant=False, **IN_COMPILED)
+
+    x, traced = torch.randn(16, 32, device=kernels), Traced(min_cut_rematerialization_partition)
+    wanted = numbers(layers, layers, x)
+    got = numbers(torch.compile(run, backend=traced, fullgraph=True), layers, x)
+    for one, other in zip(got, wanted, strict=True):
+        assert torch.equal(one, other)
+    (returned,) = (node.args[0] for node in traced.graphs[0].nodes if node.op == "output")
+    assert {node.op for node in returned[1:]} == {"placeholder"}  # after the result, what the backward pass gets
 
 
 def test_sizes_that_may_change_keep_the_operators_of_kernels(kernels: str) -> None:

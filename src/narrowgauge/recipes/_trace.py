@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from narrowgauge.linear import LinearPlan, hold_activations, swap_linears
 from narrowgauge.linear._swap import output_heads
@@ -226,8 +227,28 @@ def _loss_apart(model: nn.Module, recorder: Recorder) -> Iterator[None]:
         del model.forward
 
 
-def enable_checkpointing(model: nn.Module) -> None:
-    """Have a transformers model's blocks keep their inputs only."""
+def _recompute(*args: Any, **named: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# For a checkpoint inside what is compiled. Unless it is told, torch 2.11 saves what autograd functions compute.
+IN_COMPILED: dict[str, Any] = (
+    {"context_fn": functools.partial(create_selective_checkpoint_contexts, _recompute)}
+    if torch.__version__.startswith("2.11.")
+    else {}
+)
+
+
+def enable_checkpointing(model: nn.Module, compiled: bool = False) -> None:
+    """Have a transformers model's blocks keep their inputs only.
+
+    Args:
+        model: of transformers.
+        compiled: whether it will be compiled as a whole.
+
+    Raises:
+        ValueError: for a model that has no such switch.
+    """
     # The first is transformers' later name of the second.
     enable = getattr(model, "activation_checkpointing_enable", None)
     enable = enable or getattr(model, "gradient_checkpointing_enable", None)
@@ -236,7 +257,7 @@ def enable_checkpointing(model: nn.Module) -> None:
             f"checkpointing must be False for a {type(model).__name__}, got True: only models of transformers "
             "switch it on; let others checkpoint in their own code"
         )
-    enable({"use_reentrant": False})
+    enable({"use_reentrant": False} | (IN_COMPILED if compiled else {}))
 
 
 def _tables(plan: ParamPlan, elements: float) -> int:

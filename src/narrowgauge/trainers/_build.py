@@ -16,6 +16,7 @@ from narrowgauge.linear import hold_activations, swap_linears
 from narrowgauge.linear._swap import output_heads
 from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.recipes import cast
+from narrowgauge.recipes._trace import enable_checkpointing
 from narrowgauge.scaling import DynamicLossScaler, LossScaler, StaticLossScaler, TensorLossScaler
 
 from ._extras import Extras
@@ -97,10 +98,7 @@ def build_parts(
         )
     model = plain_model(settings, outputs, end)
     if settings.gradient_checkpointing:
-        # Renamed in transformers 5; the same.
-        by = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-        enable = getattr(model, f"{by}_checkpointing_enable")
-        enable(**{f"{by}_checkpointing_kwargs": {"use_reentrant": False}})
+        enable_checkpointing(model, settings.compile)
     model.to(device)
     count = parameter_count(model)
     cast(model, recipe.dtype)

@@ -2,8 +2,7 @@
 
 Every process draws the whole step's examples, by the same generator, and takes its share. So the data of a run does
 not depend on the number of processes, and the run may continue with another number. The share's gradients are
-averaged by DistributedDataParallel, or summed into shards by FSDP2 (`fully_shard`), with each block of a model as a
-unit.
+averaged by DistributedDataParallel, or summed into shards by FSDP2 (`fully_shard`).
 
 Only the first process writes files and reports progress; all save their part of a checkpoint.
 """
@@ -25,6 +24,7 @@ from narrowgauge.storage import mark_states, marked_states
 from ._settings import SettingsError, TrainSettings
 
 Result = TypeVar("Result")
+UNIT = 2**27  # parameters
 
 
 @contextlib.contextmanager
@@ -183,8 +183,8 @@ class ProcessGroup:
 
         mesh = init_device_mesh(next(model.parameters()).device.type, (self.world,))
         marks = {name: marked_states(p) for name, p in model.named_parameters()}
-        for block in blocks(model):
-            fully_shard(block, mesh=mesh)
+        for unit in units(model):
+            fully_shard(unit, mesh=mesh)
         fully_shard(model, mesh=mesh, ignored_params={*_scalars(model)})
         for name, p in model.named_parameters():
             mark = marks[name]
@@ -232,11 +232,29 @@ def _scalars(model: nn.Module) -> list[nn.Parameter]:
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
     """The modules of the outermost lists of a model: its layers."""
+    for layers in _lists(model):
+        yield from layers
+
+
+def _lists(model: nn.Module) -> Iterator[nn.ModuleList]:
     for child in model.children():
         if isinstance(child, nn.ModuleList):
-            yield from child
+            yield child
         else:
-            yield from blocks(child)
+            yield from _lists(child)
+
+
+def units(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """What FSDP2 gathers at once: blocks that follow each other, about `UNIT` parameters, but at least a block.
+
+    Its hooks take a host milliseconds for each unit. A unit is part of one list of layers, all of which run in a
+    forward pass: FSDP2 frees a unit when the last of its modules has run.
+    """
+    for layers in _lists(model):
+        count = -(-sum(p.numel() for p in layers.parameters()) // UNIT)
+        each = -(-len(layers) // count) if count else 1
+        for first in range(0, len(layers), each):
+            yield list(layers[first : first + each])
 
 
 def full_state(model: nn.Module) -> dict[str, Any]:
