@@ -43,11 +43,11 @@ def clip_model(of: ClipSizes, patch_dropout: float, checkpointing: bool) -> CLIP
 
 
 def _checkpoint(block: nn.Module) -> None:
-    """Recompute a block in the backward pass, inside what is compiled; it draws no random numbers."""
+    """Checkpoint a block's forward pass, which draws no random numbers; compiling the block includes that."""
     forward = block.forward
 
     def checkpointed(*args: Any, **named: Any) -> Any:
-        # Beside what is compiled, a mode that sees every operation costs time.
+        # A block that is not compiled needs none, and a mode that sees each operation is slow.
         tell = IN_COMPILED if torch.compiler.is_compiling() else {}
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **tell, **named)
 
@@ -68,7 +68,7 @@ def clip_rows(of: ClipSizes, batch: int, patch_dropout: float) -> tuple[int, int
 
 
 def encoders(model: CLIPModel) -> Iterator[nn.Module]:
-    """What holds the blocks of each tower."""
+    """Each tower's encoder, which holds its blocks."""
     yield model.vision_model.encoder
     yield model.text_model.encoder
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import platform
 import tempfile
 import time
@@ -31,10 +32,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowgauge import formats
 from narrowgauge.distributed import compressed_allreduce_hook, save_checkpoint
+from narrowgauge.recipes._parallel import units
 from narrowgauge.trainers import TrainSettings, _build
 from narrowgauge.trainers._build import Parts, build_parts
 from narrowgauge.trainers._models import next_token_loss
-from narrowgauge.trainers._parallel import ALONE, ProcessGroup, blocks, own_device
+from narrowgauge.trainers._parallel import ALONE, ProcessGroup, own_device
 
 RECIPE = "adamw8bit-split8"
 TORCHS = ", torch's AdamW"  # ends the names of rows whose optimizer is torch's
@@ -117,7 +119,7 @@ def measured(
         parts = replace(parts, optimizer=fused)
     if compiled:
         torch._dynamo.reset()
-        for block in blocks(parts.model):
+        for block in itertools.chain(*units(parts.model)):
             block.forward = torch.compile(block.forward, dynamic=False)  # FSDP2's hooks stay outside
     hook = None
     if options is not None:
@@ -213,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     if first:
         model = build_parts(TrainSettings(**given), args.vocabulary, torch.device("cpu")).model
         results["shapes"] = [list(p.shape) for p in model.parameters()]
-        layers = sum(p.numel() for block in blocks(model) for p in block.parameters())
+        layers = sum(p.numel() for block in itertools.chain(*units(model)) for p in block.parameters())
         results["outside_layers"] = sum(p.numel() for p in model.parameters()) - layers
         save(args.json, results)
     dist.destroy_process_group()

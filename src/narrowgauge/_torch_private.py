@@ -63,7 +63,7 @@ def packs() -> Any:
 def when_traced(operator: str, rule: Callable[..., Any], library: Any) -> None:
     """Have a rule say what a compiler sees in place of an operator, once it knows shapes and gradients.
 
-    What the operator is called for twice, with the same tensors, is in the graph once.
+    If the operator is called again with the same arguments, the graph uses the first call's results.
 
     Args:
         operator: its name, with the namespace.
@@ -90,9 +90,9 @@ def when_traced(operator: str, rule: Callable[..., Any], library: Any) -> None:
 
 
 def _known_calls(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[Any, Any], Any]:
-    """The results of a graph's calls so far, and what a call is known by there.
+    """The results of a graph's calls so far, and the key of this call.
 
-    A compiler merges equal operations later, but no launches of kernels: each writes to tensors of its own.
+    Compilers merge equal operations later. They do not merge launches, because each writes to tensors of its own.
     """
     from torch._subclasses.functional_tensor import FunctionalTensor
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
@@ -113,7 +113,7 @@ def _known_calls(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tup
 
 
 def _origin(node: Any) -> Any:
-    """What a node's tensor is known by: layers that reshape one input have a node each for that."""
+    """The key of a node's tensor: nodes that reshape one tensor in the same way have one key."""
     if str(node.target) not in ("aten.view.default", "aten._unsafe_view.default", "aten.t.default"):
         return node
     first, *shape = node.args

@@ -14,6 +14,7 @@ from measured import peak_bytes, saved_bytes
 from torch import Tensor, nn
 
 from narrowgauge import linear, recipes
+from narrowgauge.recipes import _parallel
 from narrowgauge.recipes._losses import token_loss
 from narrowgauge.recipes._parallel import WORKSPACE
 from narrowgauge.recipes._plan import largest, parse_bytes
@@ -278,19 +279,35 @@ def test_a_search_takes_few_looks(linear: float, square: float, memory: float, m
     assert found == 1 << 20 or peak(found) <= memory < peak(found + 1)
 
 
-def test_ddp_adds_buckets_and_fsdp_cuts(config: Any) -> None:
+def test_ddp_adds_buckets_and_fsdp_cuts(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = recipes.plan_memory(config, "D", batch=2, sequence=64)
     ddp = recipes.plan_memory(config, "D", batch=2, sequence=64, gpus=8)
     assert ddp.peak - alone.peak == ddp.at_peak["communication"] == alone.held["gradients"]
+    together = recipes.plan_memory(config, "D", batch=2, sequence=64, gpus=8, parallel="fsdp")
+    monkeypatch.setattr(_parallel, "UNIT", 1)
     shared = recipes.plan_memory(config, "D", batch=2, sequence=64, gpus=8, parallel="fsdp")
     for part in ("weights", "gradients", "low words"):
         assert alone.held[part] / 8 <= shared.held[part] < alone.held[part] / 8 + 512 * 80
-    # Gathered: all that is in no block, whole with its gradients, and two blocks, likewise.
+    # Gathered: all that is in no block, whole with its gradients, and two units, likewise; all blocks are one unit.
     model = without_memory(build_model("tiny", vocabulary=1000, sequence=512, seed=0))
     block = sum(rounded(2 * p.numel()) for p in model.transformer.h[0].parameters())
     root = sum(rounded(2 * p.numel()) for p in model.parameters()) - 6 * block
     assert shared.at_peak["communication"] == 2 * root + 4 * block
+    assert together.at_peak["communication"] == 2 * root + 2 * 6 * block
     assert recipes.plan_memory(config, "D", batch=2, sequence=64, parallel="fsdp").peak == alone.peak
+
+
+def test_units_of_fsdp_are_small_blocks_together_and_large_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_parallel, "UNIT", 100)
+    model = nn.ModuleDict({
+        "one": nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(4, 5) for _ in range(5))}),  # of 25 parameters
+        "other": nn.Sequential(nn.ModuleList([nn.Linear(10, 10), nn.Linear(10, 10)]), nn.ModuleList()),
+        "head": nn.Linear(10, 10),
+    })  # fmt: skip
+    found = _parallel.units(model)
+    assert [len(unit) for unit in found] == [3, 2, 1, 1]
+    blocks = [*model["one"]["layers"], *model["other"][0]]
+    assert [block for unit in found for block in unit] == blocks
 
 
 def test_a_number_of_parameters_is_the_papers_table() -> None:

@@ -10,9 +10,8 @@ import pytest
 import torch
 from fitted import CPU, Silent, small_settings, weights
 from parallel_runs import Trainings
-from torch import nn
 
-from narrowgauge.trainers import SettingsError, TrainSettings, _parallel, fit
+from narrowgauge.trainers import SettingsError, TrainSettings, fit
 from narrowgauge.trainers._parallel import ProcessGroup
 from narrowgauge.trainers._run_folder import HISTORY, read_history
 
@@ -163,18 +162,3 @@ def test_other_data_of_the_same_settings_is_refused(
     )
     for answer in answers:
         assert "SettingsError: --data must have the same content in all processes, got " in answer
-
-
-def test_units_of_fsdp_are_small_blocks_together_and_large_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_parallel, "UNIT", 100)
-    layers = nn.ModuleList(nn.Linear(4, 5) for _ in range(7))  # of 25 parameters
-    model = nn.ModuleDict(
-        {
-            "one": nn.ModuleDict({"layers": layers}),
-            "other": nn.Sequential(nn.ModuleList([nn.Linear(10, 10), nn.Linear(10, 10)]), nn.ModuleList()),
-            "head": nn.Linear(10, 10),
-        }
-    )
-    found = list(_parallel.units(model))
-    assert [len(unit) for unit in found] == [4, 3, 1, 1]
-    assert [block for unit in found for block in unit] == list(_parallel.blocks(model))

@@ -3,9 +3,9 @@
 DDP (torch's DistributedDataParallel): everything on each GPU, and the buckets in which gradients are reduced, which
 stay allocated.
 
-FSDP (`fully_shard` by block, resharded after the forward pass): weights, gradients and states cut by the number
-of GPUs along each parameter's first side. A block's weights are gathered when it runs, with those of the next
-one on their way; its gradients are whole until they are reduced, while the next block's are made. Parameters
+FSDP (`fully_shard` by `units`, resharded after the forward pass): weights, gradients and states cut by the number
+of GPUs along each parameter's first side. A unit's weights are gathered when it runs, with those of the next
+one on their way; its gradients are whole until they are reduced, while the next unit's are made. Parameters
 outside of blocks (embeddings, the last norm, the output) stay gathered from their use in the forward pass to the
 end of the step. This is an upper estimate: it takes all of these to fall into the worst moment.
 
@@ -16,6 +16,7 @@ the backward pass has made it.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from torch import nn
@@ -25,6 +26,7 @@ from narrowgauge.recipes._timeline import PARTS, rounded
 from narrowgauge.recipes._trace import Traced
 
 MOST = 1 << 20  # sequences of a batch, tokens of a sequence
+UNIT = 1 << 27  # parameters that FSDP2 gathers together
 WORKSPACE = 2 * (32 << 20)  # bytes; cuBLAS's, of two threads
 
 Parallel = Literal["ddp", "fsdp"]
@@ -108,13 +110,29 @@ def bytes_each(
 
 def gathered(model: nn.Module) -> int:
     """Bytes of whole parameters and whole gradients that FSDP has at its worst moment."""
-    blocks = [block for blocks in _stacks(model) for block in blocks]
+    of_units = [{id(p): p for block in unit for p in block.parameters()} for unit in units(model)]
     everything = {id(p): rounded(p.nbytes) for p in model.parameters()}
-    sizes = [sum(everything[id(p)] for p in set(block.parameters())) for block in blocks]
-    inside = {id(p) for block in blocks for p in block.parameters()}
+    sizes = [sum(everything[p] for p in of_unit) for of_unit in of_units]
+    inside = {p for of_unit in of_units for p in of_unit}
     root = sum(size for p, size in everything.items() if p not in inside)
     trained = sum(rounded(p.nbytes) for p in set(model.parameters()) if p.requires_grad and id(p) not in inside)
-    return root + trained + 4 * max(sizes, default=0)
+    return root + trained + 2 * sum(sorted(sizes)[-2:])  # the weights of two units, and their gradients
+
+
+def units(model: nn.Module) -> list[list[nn.Module]]:
+    """What `fully_shard` is given, one after the other: blocks in a row of `UNIT` parameters at most, or one block.
+
+    FSDP2 gathers the weights and reduces the gradients of a unit together, and the host needs milliseconds for each
+    (docs/decisions/fsdp2-host-bound.md). The blocks of a unit must run in the same forward pass, so they are of one
+    `nn.ModuleList`.
+    """
+    found = []
+    for stack in _stacks(model):
+        whole = sum(p.numel() for p in stack.parameters())
+        most = max(1, UNIT * len(stack) // max(1, whole))
+        each = math.ceil(len(stack) / math.ceil(len(stack) / most))
+        found += [list(stack[first : first + each]) for first in range(0, len(stack), each)]
+    return found
 
 
 def _stacks(model: nn.Module) -> list[nn.ModuleList]:

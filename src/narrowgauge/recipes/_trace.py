@@ -231,7 +231,7 @@ def _recompute(*args: Any, **named: Any) -> CheckpointPolicy:
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-# For a checkpoint inside what is compiled. Unless it is told, torch 2.11 saves what autograd functions compute.
+# Arguments of a checkpoint in a compiled function. Without them torch 2.11 saves what autograd functions compute.
 IN_COMPILED: dict[str, Any] = (
     {"context_fn": functools.partial(create_selective_checkpoint_contexts, _recompute)}
     if torch.__version__.startswith("2.11.")
@@ -244,7 +244,7 @@ def enable_checkpointing(model: nn.Module, compiled: bool = False) -> None:
 
     Args:
         model: of transformers.
-        compiled: whether it will be compiled as a whole.
+        compiled: whether it will be compiled as a whole; its checkpoints are inside then.
 
     Raises:
         ValueError: for a model that has no such switch.

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from narrowgauge.recipes._parallel import units
 from narrowgauge.storage import mark_states, marked_states
 
 from ._settings import SettingsError, TrainSettings
 
 Result = TypeVar("Result")
-UNIT = 2**27  # parameters
 
 
 @contextlib.contextmanager
@@ -228,33 +228,6 @@ ALONE = ProcessGroup()
 def _scalars(model: nn.Module) -> list[nn.Parameter]:
     """The parameters without dimensions, such as CLIP's logit scale, which FSDP2 cannot shard."""
     return [p for p in model.parameters() if not p.dim()]
-
-
-def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of the outermost lists of a model: its layers."""
-    for layers in _lists(model):
-        yield from layers
-
-
-def _lists(model: nn.Module) -> Iterator[nn.ModuleList]:
-    for child in model.children():
-        if isinstance(child, nn.ModuleList):
-            yield child
-        else:
-            yield from _lists(child)
-
-
-def units(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """What FSDP2 gathers at once: blocks that follow each other, about `UNIT` parameters, but at least a block.
-
-    Its hooks take a host milliseconds for each unit. A unit is part of one list of layers, all of which run in a
-    forward pass: FSDP2 frees a unit when the last of its modules has run.
-    """
-    for layers in _lists(model):
-        count = -(-sum(p.numel() for p in layers.parameters()) // UNIT)
-        each = -(-len(layers) // count) if count else 1
-        for first in range(0, len(layers), each):
-            yield list(layers[first : first + each])
 
 
 def full_state(model: nn.Module) -> dict[str, Any]:
