@@ -7,6 +7,7 @@ function raises and names the attribute and the torch version, so that nothing g
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 import sys
@@ -149,6 +150,8 @@ def kernel_node(
     """
     from torch._higher_order_ops import triton_kernel_wrap as wrap
 
+    _analyze_once()
+    _in_graphs.add(kernel)
     graphed = {name: value for name, value in given.items() if value is not None}
     absent = {name: None for name, value in given.items() if value is None}
     made: dict[str, Tensor] = wrap.triton_kernel_wrapper_functional(
@@ -160,6 +163,42 @@ def kernel_node(
         tensors_to_clone=written,
     )
     return made
+
+
+_in_graphs: set[Any] = set()  # the kernels of `kernel_node`
+
+
+@functools.cache
+def _analyze_once() -> None:
+    """Have torch find out once what a kernel of `kernel_node` reads and writes with arguments of the same kinds.
+
+    It compiles the kernel for that, 25 to 30 ms for each node of a graph, and a model has hundreds of equal ones.
+    """
+    from torch._higher_order_ops import triton_kernel_wrap as wrap
+
+    # The second in torch 2.11.
+    names = ("identify_accessed_tensors", "identify_mutated_tensors")
+    name = next((one for one in names if hasattr(wrap, one)), None)
+    if name is None:
+        return
+    analyze: Any = getattr(wrap, name)
+    known: dict[Any, Any] = {}
+
+    def kind(value: Any) -> Any:
+        if value is None or isinstance(value, bool | int | float | str):
+            return type(value), value
+        return type(value), getattr(value, "dtype", None)
+
+    @functools.wraps(analyze)
+    def analyzed(kernel: Any, kwargs: dict[str, Any], tma_descriptor_metadata: Mapping[str, Any]) -> Any:
+        if kernel not in _in_graphs:
+            return analyze(kernel, kwargs, tma_descriptor_metadata)
+        key = kernel, repr(tma_descriptor_metadata), *((each, kind(kwargs[each])) for each in sorted(kwargs))
+        if key not in known:
+            known[key] = analyze(kernel, kwargs, tma_descriptor_metadata)
+        return copy.copy(known[key])
+
+    setattr(wrap, name, analyzed)
 
 
 # What a tensor subclass has for `__torch_function__` if `__torch_dispatch__` is all that it changes.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
+from narrowgauge import _torch_private
 from narrowgauge.linear import LowPrecisionLinear, _ops
 from narrowgauge.recipes._trace import IN_COMPILED
 
@@ -167,3 +168,28 @@ def test_tensors_in_a_list_are_a_compilers_too() -> None:
     one, two = torch.ones(2, 3), torch.zeros(1, 3)
     (whole,) = traced([one, two], lambda a, b: [torch.cat([a, b])])
     assert torch.equal(whole, torch.cat([one, two]))
+
+
+def test_a_kernel_is_analyzed_once_for_arguments_of_the_same_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._higher_order_ops import triton_kernel_wrap as wrap
+
+    name = "identify_accessed_tensors" if hasattr(wrap, "identify_accessed_tensors") else "identify_mutated_tensors"
+    calls: list[object] = []
+
+    def analyze(kernel: object, kwargs: dict[str, Any], metadata: dict[str, Any]) -> list[str]:
+        calls.append((kernel, kwargs))
+        return [kernel, *kwargs]
+
+    monkeypatch.setattr(wrap, name, analyze)
+    monkeypatch.setattr(_torch_private, "_in_graphs", {"ours"})
+    _torch_private._analyze_once.__wrapped__()
+    analyzed = getattr(wrap, name)
+    one, two = torch.empty(2), torch.empty(3)
+    for kernel, tensor, rows, found in (
+        ("ours", one, 4, 1), ("ours", two, 4, 1), ("ours", one, 5, 2), ("ours", one.half(), 4, 3),
+        ("ours", None, 4, 4), ("another", one, 4, 5), ("another", one, 4, 6),
+    ):  # fmt: skip
+        assert analyzed(kernel, {"x": tensor, "rows": rows}, {}) == [kernel, "x", "rows"]
+        assert len(calls) == found
+    analyzed("ours", {"x": one, "rows": 4}, {}).append("changed")
+    assert analyzed("ours", {"x": one, "rows": 4}, {}) == ["ours", "x", "rows"]
