@@ -14,6 +14,7 @@ at; nothing is quantized.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
 from collections import defaultdict
@@ -25,7 +26,7 @@ import typer
 from torch import Tensor, nn
 
 from narrowgauge.optim import AdamW
-from narrowgauge.trainers._parallel import blocks
+from narrowgauge.recipes._parallel import units
 from studies.shared import language, options
 from studies.shared.language import Setting
 from studies.shared.resumable import carry_out
@@ -100,7 +101,7 @@ class _Looker:
         embedding = model.get_input_embeddings().weight  # type: ignore[operator]
         self._embedding = embedding
         self._others = [p for p in self._parameters if p.dim() == 2 and p is not embedding]
-        layers = list(blocks(model))
+        layers = list(itertools.chain(*units(model)))
         middle = layers[len(layers) // 2]
         # Of a block the widest matrix is of its feed-forward part.
         self._feed_forward = max(middle.parameters(), key=lambda p: p.numel())
