@@ -172,7 +172,9 @@ _in_graphs: set[Any] = set()  # the kernels of `kernel_node`
 def _analyze_once() -> None:
     """Have torch find out once what a kernel of `kernel_node` reads and writes with arguments of the same kinds.
 
-    It compiles the kernel for that, 25 to 30 ms for each node of a graph, and a model has hundreds of equal ones.
+    It compiles the kernel for that at each node of a graph, and a model has hundreds of equal nodes. This replaces
+    a function of torch by one that remembers its answers, for these kernels alone. A torch without that function
+    stays as it is.
     """
     from torch._higher_order_ops import triton_kernel_wrap as wrap
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from narrowgauge import _torch_private
 from narrowgauge.linear import LowPrecisionLinear, _ops
-from narrowgauge.recipes._trace import IN_COMPILED
+from narrowgauge.recipes._trace import IN_COMPILED, RECOMPUTED
 
 pytest.importorskip("triton", reason="triton is not installed: there are no kernels")
 # Torch's own, while it traces an autograd function.
@@ -106,8 +106,16 @@ def test_an_input_that_was_written_to_is_quantized_again(kernels: str) -> None:
     assert traced.names().count("triton_kernel_wrapper_functional") == 4
 
 
-@pytest.mark.parametrize("name", ["SWITCHBACK", pytest.param("TENSORWISE_FP8", marks=pytest.mark.slow)])
-def test_a_compiled_checkpoint_saves_nothing_of_its_layers(name: str, kernels: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("SWITCHBACK", IN_COMPILED),
+        ("SWITCHBACK", RECOMPUTED),
+        pytest.param("TENSORWISE_FP8", IN_COMPILED, marks=pytest.mark.slow),
+    ],
+    ids=["as torch needs it", "told", "tensor-wise"],
+)
+def test_a_compiled_checkpoint_saves_nothing_of_its_layers(name: str, told: dict[str, Any], kernels: str) -> None:
     torch.compiler.reset()
     layers = nn.Sequential(
         LowPrecisionLinear(32, 48, plan=PLANS[name], device=kernels), nn.GELU(),
@@ -115,7 +123,7 @@ def test_a_compiled_checkpoint_saves_nothing_of_its_layers(name: str, kernels: s
     )  # fmt: skip
 
     def run(x: Tensor) -> Tensor:
-        return checkpoint(layers, x, use_reentrant=False, **IN_COMPILED)
+        return checkpoint(layers, x, use_reentrant=False, **told)
 
     x, traced = torch.randn(16, 32, device=kernels), Traced(min_cut_rematerialization_partition)
     wanted = numbers(layers, layers, x)

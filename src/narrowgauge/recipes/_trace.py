@@ -232,11 +232,8 @@ def _recompute(*args: Any, **named: Any) -> CheckpointPolicy:
 
 
 # Arguments of a checkpoint in a compiled function. Without them torch 2.11 saves what autograd functions compute.
-IN_COMPILED: dict[str, Any] = (
-    {"context_fn": functools.partial(create_selective_checkpoint_contexts, _recompute)}
-    if torch.__version__.startswith("2.11.")
-    else {}
-)
+RECOMPUTED = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _recompute)}
+IN_COMPILED: dict[str, Any] = RECOMPUTED if torch.__version__.startswith("2.11.") else {}
 
 
 def enable_checkpointing(model: nn.Module, compiled: bool = False) -> None:
