@@ -2,9 +2,9 @@
 
 A section for each device that has a file `linear_DEVICE.json` or `language_DEVICE.json`. It begins with whole
 steps (`_whole_steps.py`): of `bench_language.py` without and with CUDA graphs (`graphs_language_`), and of
-`bench_clip.py` without and with its filter (`clip_`, `clip_filter_`). Layers alone follow, also beside peers'
-(`peers_linear_`). Sections stand between `<!-- linear -->` and `<!-- end -->`. What one answers follows from its
-numbers.
+`bench_clip.py` with graphs (`graphs_clip_`), without, and with its filter (`clip_`, `clip_filter_`). Layers alone
+follow, also beside peers' (`peers_linear_`). Sections stand between `<!-- linear -->` and `<!-- end -->`. What one
+answers follows from its numbers.
 """
 
 from __future__ import annotations
