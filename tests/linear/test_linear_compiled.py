@@ -134,6 +134,54 @@ def test_a_compiled_checkpoint_saves_nothing_of_its_layers(name: str, told: dict
     assert {node.op for node in returned[1:]} == {"placeholder"}  # after the result, what the backward pass gets
 
 
+@pytest.mark.parametrize("long", [False, True], ids=["kernels", "operators"])
+def test_one_scale_takes_its_absmax_from_operations(
+    long: bool, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for a gradient that is read for its sums anyway."""
+    torch.compiler.reset()
+    monkeypatch.setattr(_ops, "_FEW", 0)
+    monkeypatch.setattr(_ops, "_takes_long", lambda field, args: long and field == "quantize_tensor")
+    layer = LowPrecisionLinear(32, 48, bias=not long, plan=PLANS["TENSORWISE_FP8"], device=kernels)
+    x = torch.randn(2, 8, 32, device=kernels)
+    wanted, traced = numbers(layer, layer, x), Traced()
+    got = numbers(torch.compile(layer, backend=traced, fullgraph=True), layer, x)
+    for one, other in zip(got, wanted, strict=True):
+        assert torch.equal(one, other)
+    names = traced.names()
+    assert names.count("triton_kernel_wrapper_functional") == (3 if long else 8)
+    nodes = [node for graph in traced.graphs for node in graph.nodes]
+    known = ["maxima" in node.kwargs for node in nodes if str(node.target) == "narrowgauge.quantize_tensor.default"]
+    assert known == [True] * 3 * long
+    assert names.count("aten.amax.default") == (6 if long else 4)
+
+
+@pytest.mark.parametrize("form", ["int8", "e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_an_absmax_in_operations_is_the_specifications(dtype: torch.dtype, form: str) -> None:
+    patterns = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
+    every = patterns.view(torch.bfloat16 if dtype == torch.float32 else dtype).to(dtype)
+    pieces = [*every.reshape(-1, 8, 8), every.reshape(256, 256), every.reshape(256, 256).t(), every[:1, None]]
+    for x in pieces:
+        got, wanted = _ops._maxima(x, form).view(torch.float32), _ops.largest_magnitude(x, "tensor", form)
+        assert torch.equal(got, wanted.reshape(1)) or (got.isnan() & wanted.isnan()).all()
+
+
+@pytest.mark.slow
+def test_an_absmax_is_that_of_rounded_numbers_where_a_compiler_joins_both() -> None:
+    torch.compiler.reset()
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        made = nn.functional.gelu(x * 3)
+        return made, _ops._maxima(made, "e4m3")
+
+    compiled = torch.compile(run, fullgraph=True)
+    for seed in range(8):
+        x = torch.randn(64, 256, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        made, maxima = compiled(x)
+        assert maxima.view(torch.float32).item() == made.abs().max().item()
+
+
 def test_sizes_that_may_change_keep_the_operators_of_kernels(kernels: str) -> None:
     torch.compiler.reset()
     layer, traced = LowPrecisionLinear(32, 48, device=kernels), Traced()

@@ -52,6 +52,11 @@ def test_quantizers_and_what_codes_stand_for_are_operators(form: str, shape: tup
     ):  # fmt: skip
         given = None if average is None else torch.tensor(average, device=device)
         check(_ops.quantize_tensor, matrix, given, form, straight, transposed, transposed)
+        if not x.numel():
+            continue
+        got = _ops.quantize_tensor(matrix, given, form, True, True, False, maxima=_ops._maxima(matrix, form))
+        for one, other in zip(got, _ops.quantize_tensor(matrix, given, form, True, True, False), strict=True):
+            assert torch.equal(one.float(), other.float())
     dtypes = (torch.bfloat16, torch.float32, torch.float64)
     for orders, matrix in (
         (("row128", "column128"), x), (("tile128", "tile128"), x), (("row128", ""), x.t().contiguous().t()),

@@ -176,9 +176,9 @@ def _fake_columns(
 
 def _eager_tensor(
     x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float32, maxima: Tensor | None = None,
 ) -> Tensors:  # fmt: skip
-    own = largest_magnitude(x, "tensor", format)
+    own = largest_magnitude(x, "tensor", format) if maxima is None else maxima.view(torch.float32).reshape(1, 1)
     absmax = own
     if average is not None:
         known = average.to(torch.float32).reshape(1, 1)
@@ -191,26 +191,28 @@ def _eager_tensor(
 
 def _cuda_tensor(
     x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float32, maxima: Tensor | None = None,
 ) -> Tensors:  # fmt: skip
     if not _kernels(x, FORMATS[format].dtype):
-        return _eager_tensor(x, average, format, straight, transposed, sums, dtype)
+        return _eager_tensor(x, average, format, straight, transposed, sums, dtype, maxima)
     if not x.is_contiguous():
         if x.t().is_contiguous() and not sums:
-            turned, codes, scale, own, _ = _cuda_tensor(x.t(), average, format, transposed, straight, False)
+            turned, codes, scale, own, _ = _cuda_tensor(
+                x.t(), average, format, transposed, straight, False, maxima=maxima
+            )
             return codes, turned, scale, own, None
         x = x.contiguous()
     tiles = _modules()[1]
     codes, turned = _both_codes(x, format, straight, transposed)
     scale, own, total = tiles.quantize_tensor(
-        x, format, average, codes if straight else None, turned if transposed else None, sums, dtype
+        x, format, average, codes if straight else None, turned if transposed else None, sums, dtype, maxima
     )
     return codes, turned, scale, own, total
 
 
 def _fake_tensor(
     x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool, *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None = None, maxima: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     codes = _both_codes(x, format, straight, transposed)
     return *codes, _floats(x, 1, 1), _floats(x, 1, 1), _summed(x, sums, dtype)
@@ -362,8 +364,8 @@ CUDA = Operations(_cuda_rows, _cuda_columns, _cuda_tensor, _cuda_blocks, _cuda_d
 def _complete(run: Any) -> Any:
     """A quantizer as an operator, which returns an empty tensor instead of None for sums, float32 if not told."""
 
-    def quantizer(x: Tensor, *rest: Any, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-        *results, total = run(x, *rest, dtype or torch.float32)
+    def quantizer(x: Tensor, *rest: Any, dtype: torch.dtype | None = None, **named: Any) -> tuple[Tensor, ...]:
+        *results, total = run(x, *rest, dtype or torch.float32, **named)
         return *results, _summed(x, False, dtype) if total is None else total
 
     return quantizer
@@ -395,7 +397,8 @@ _OPERATORS: dict[str, tuple[str, Any, Any]] = {
     ),
     "quantize_tensor": (
         "quantize_tensor(Tensor x, Tensor? average, str format, bool straight, bool transposed, bool sums, *, "
-        "ScalarType? dtype=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _fake_tensor, _complete,
+        "ScalarType? dtype=None, Tensor? maxima=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        _fake_tensor, _complete,
     ),
     "quantize_blocks": (
         "quantize_blocks(Tensor x, str straight, str transposed, str format, bool sums, *, "
@@ -448,6 +451,21 @@ def _plain_tensor(x: Tensor, format: Format, straight: bool, transposed: bool) -
     return codes.contiguous() if straight else none.clone(), turned, scale, own, None
 
 
+def _maxima(x: Tensor, format: Format) -> Tensor:
+    """The bits of x's absmax, int32 (1,), in operations that a compiler joins with what writes x.
+
+    Rows come first, as norms' kernels have them. Numbers of 16 bits are compared as bits: a compiler that joins an
+    operation with the one that made them would take what has not been rounded yet.
+    """
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return largest_magnitude(x, "row", format).amax(0).view(torch.int32)
+    bits = x.view(torch.int16).to(torch.int32) & 0x7FFF
+    if format != "int8":
+        bits = torch.where(bits < (0x7F80 if x.dtype == torch.bfloat16 else 0x7C00), bits, 0)
+    largest = bits.amax(1).amax(0, keepdim=True).to(torch.int16)
+    return largest.view(x.dtype).to(torch.float32).view(torch.int32)
+
+
 def _takes_long(field: str, args: tuple[Any, ...]) -> bool:
     """Whether a GPU is busy with an operation for longer than a host needs to call an operator.
 
@@ -481,22 +499,27 @@ def _seen(field: str, adapted: Any) -> Any:
         x = args[0]
         if _DIRECT.get(x.device.type) is not CUDA or no_kernels(x.device, torch.int8) is not None:
             return None
-        at = [number for number, arg in enumerate(args) if isinstance(arg, Tensor)]
-        sizes = [size for number in at for size in (*args[number].shape, *args[number].stride())]
-        if not all(isinstance(size, int) for size in sizes):
+        tensors = [arg for arg in (*args, *named.values()) if isinstance(arg, Tensor)]
+        if not all(isinstance(size, int) for each in tensors for size in (*each.shape, *each.stride())):
             return None
-        if _takes_long(field, args):
-            return None
-        plain = _plainly(field, args)
+        long = _takes_long(field, args)
+        plain = None if long else _plainly(field, args)
         if plain is not None:
             return plain
+        if field == "quantize_tensor" and "maxima" not in named and not args[-1] and x.numel():
+            maxima = _maxima(x if x.is_contiguous() else x.t(), args[2])
+            return quantize_tensor(*args, **named, maxima=maxima)
+        if long:
+            return None
 
-        def whole(*tensors: Any) -> list[Tensor]:
-            filled = dict(zip(at, tensors, strict=True))
-            made = adapted(getattr(CUDA, field))(*(filled.get(n, arg) for n, arg in enumerate(args)), **named)
+        def whole(*stand_ins: Any) -> list[Tensor]:
+            given = iter(stand_ins)
+            filled = [next(given) if isinstance(arg, Tensor) else arg for arg in (*args, *named.values())]
+            by_name = dict(zip(named, filled[len(args) :], strict=True))
+            made = adapted(getattr(CUDA, field))(*filled[: len(args)], **by_name)
             return list(made) if isinstance(made, tuple) else [made]
 
-        made = _traced()([args[number] for number in at], whole)
+        made = _traced()(tensors, whole)
         return made if made is None or len(made) > 1 else made[0]
 
     return rule

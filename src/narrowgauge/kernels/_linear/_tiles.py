@@ -270,7 +270,7 @@ def _launch_tiles(
 
 def quantize_tensor(
     x: Tensor, format: str, average: Tensor | None, codes: Tensor | None, transposed: Tensor | None,
-    sums: bool, dtype: torch.dtype = torch.float32,
+    sums: bool, dtype: torch.dtype = torch.float32, maxima: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Quantize a contiguous matrix with one scale.
 
@@ -282,11 +282,14 @@ def quantize_tensor(
         transposed: the same, (columns, rows).
         sums: whether to sum the columns.
         dtype: what their sums are rounded to.
+        maxima: bits of x's absmax or of those of its parts, int32 (any,), if they are known; not with `sums`.
 
     Returns:
         The scale (1, 1) and x's own absmax (1, 1), float32, and the column sums (columns,), added in float32.
     """
-    maxima, total = _looked(x, format, False, sums, dtype)
+    total = None
+    if maxima is None or sums:
+        maxima, total = _looked(x, format, False, sums, dtype)
     return *_quantized(x, format, maxima, average, codes, transposed), total
 
 
