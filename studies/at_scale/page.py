@@ -1,7 +1,8 @@
 """Tables, facts and pictures of the proof at scale.
 
-A difference from the reference is taken seed by seed, at equal tokens, from runs with the same start and the same
-windows. What chance makes of such a difference is pooled over all rows: the standard deviation of a row's
+A difference from the reference is taken seed by seed, at equal tokens, from runs with the same learning rate, start
+and windows. Everything but the table of rates is of the learning rate at which the reference ended lowest with seed
+0. What chance makes of such a difference is pooled over all rows: the standard deviation of a row's
 differences about their mean, with as many degrees of freedom as there are rows times seeds but one. A mean is
 "apart" beyond three standard errors of it (`shared/readings.py`), "within" otherwise; nothing is said where the
 pooled deviation has fewer than `readings.FREE` degrees of freedom.
@@ -9,11 +10,14 @@ pooled deviation has fewer than `readings.FREE` degrees of freedom.
 
 from __future__ import annotations
 
+import functools
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 from matplotlib.figure import Figure
 
+from studies.at_scale.run import PACKAGES, REFERENCE, best_rate
 from studies.shared import pictures, readings
 from studies.shared.pictures import Line
 from studies.shared.readings import Beside
@@ -33,13 +37,22 @@ from studies.shared.tables import (
     table,
 )
 
-REFERENCE = "D"
-PACKAGES = ("bitsandbytes", "torchao", "flashoptim")
 TENTHS = (0.1, 0.25, 0.5, 0.75, 1.0)  # of the tokens, in the table of the curve
 STYLES = (
     Line("", "series-1"), Line("", "series-2", (4, 1)), Line("", "series-3", (1, 1)),
     Line("", "series-4", (6, 1, 1, 1)), Line("", "series-5", (2, 2)), Line("", "series-6", (8, 2)),
 )  # fmt: skip
+
+
+def at_the_rate(make: Callable[[Results], Any]) -> Callable[[Results], Any]:
+    """What is made of the runs at the reference's best learning rate."""
+
+    @functools.wraps(make)
+    def made(results: Results) -> Any:
+        rate = best_rate(results)
+        return make(results | {"runs": [run for run in results["runs"] if run["lr"] == rate]})
+
+    return made
 
 
 def beside(results: Results) -> Beside:
@@ -85,6 +98,7 @@ def verdict(results: Results, name: str) -> str:
     return f"{'apart' if abs(statistics.fmean(differences)) > limit else 'within'} (± {limit:.4f})"
 
 
+@at_the_rate
 def rows(results: Results) -> str:
     """Every row at the end: bytes, loss, its difference from D, what chance makes of one, speed."""
     found = beside(results)
@@ -104,6 +118,7 @@ def rows(results: Results) -> str:
     )
 
 
+@at_the_rate
 def curve(results: Results) -> str:
     """The difference from D along the way, and what it is held against."""
     limits = {share: margin_at(results, results["training"]["seeds"], share) for share in TENTHS}
@@ -119,6 +134,7 @@ def curve(results: Results) -> str:
     )  # fmt: skip
 
 
+@at_the_rate
 def tasks(results: Results) -> str:
     """Right answers by task, over the seeds; chance, and the standard error of one run's share, below."""
     runs = [run for name in names(results) for run in runs_of(results, row=name) if run.get("tasks")]
@@ -140,6 +156,7 @@ def tasks(results: Results) -> str:
     return made + f"\nQuestions: {counts}. The standard error of a share is at most {errors} points.\n"
 
 
+@at_the_rate
 def gauges(results: Results) -> str:
     """What the gauges saw, over the last quarter of a run, and what they warned of beside how the run ended."""
     kept = [name for name in names(results) if any("gauges" in run for run in runs_of(results, row=name))]
@@ -177,14 +194,28 @@ def gauges(results: Results) -> str:
 
 
 def rates(results: Results) -> str:
-    """Short runs of D, by learning rate."""
-    found = runs_of(results, row=REFERENCE)
+    """The reference with seed 0 by learning rate, and others beside it at the same rate."""
+    found = {run["lr"]: run for run in runs_of(results, row=REFERENCE, seed=0)}
+    others = [
+        name
+        for name in names(results, REFERENCE)
+        if {run["lr"] for run in runs_of(results, row=name, seed=0)} - {best_rate(results)}
+    ]
+
+    def loss(lr: float) -> str:
+        return "diverged" if found[lr]["diverged"] else f"{found[lr]['validation_loss']:.4f}"
+
     return table(
-        sorted(found, key=lambda run: run["lr"]),
-        ("learning rate", "lr", "g"),
-        ("tokens", "tokens", ",d"),
-        ("validation loss", lambda run: "diverged" if run["diverged"] else f"{run['validation_loss']:.4f}"),
-    )
+        sorted(found),
+        ("learning rate", lambda lr: f"{lr:g}"),
+        (f"loss of {REFERENCE}", loss),
+        *(
+            (f"`{name}` − {REFERENCE}", lambda lr, name=name: several(
+                Beside(results, REFERENCE, lr=lr, seed=0).apart(name)
+            ))
+            for name in others
+        ),
+    )  # fmt: skip
 
 
 def text(results: Results) -> str:
@@ -215,23 +246,29 @@ def origin(results: Results) -> str:
     """What was run, on what."""
     environment = results["environment"]
     peers = [f"{name} {version}" for name in PACKAGES if (version := environment.get(name, "not"))[:3] != "not"]
+    elsewhere: dict[str, list[str]] = {}
+    for run in results["runs"]:
+        if run.get("device", environment["device"]) != environment["device"]:
+            elsewhere.setdefault(run["device"], []).append(f"{run['row']} with seed {run['seed']}")
+    others = "".join(f"; on {device}: {', '.join(who)}" for device, who in elsewhere.items())
     return fill_in(
         results,
         "`{command}`: {sizes}, vocabulary {data[vocabulary]:,}, {training[steps]:,} steps of {tokens:,} tokens, "
         "learning rate up to {rates} after {training[warmup]} steps, a cosine to {training[final]:g} of it, β2 "
         "{training[beta2]:g}, weight decay {training[weight_decay]:g}, gradients' norm at most {training[clip]:g}; "
         "{where}. {left}",
-        sizes=sizes(results), rates=" and ".join(f"{lr:g}" for lr in results["training"]["lr"]),
-        where=", ".join([machine(results), *peers]),
+        sizes=sizes(results), rates=" or ".join(f"{lr:g}" for lr in sorted(results["training"]["lr"])),
+        where=", ".join([machine(results), *peers]) + others,
         left=left_out(results, lambda run: f"{run['row']} with seed {run['seed']}"),
     )  # fmt: skip
 
 
+@at_the_rate
 def facts(results: Results) -> dict[str, str]:
     """Every number in the page's sentences."""
     training, found = results["training"], beside(results)
     named = {
-        "steps": f"{training['steps']:,}", "seeds": str(training["seeds"]),
+        "steps": f"{training['steps']:,}", "seeds": str(training["seeds"]), "rate": f"{best_rate(results):g}",
         "tokens": f"{training['steps'] * training['batch'] * training['sequence']:,}",
     }  # fmt: skip
     losses = [run["validation_loss"] for run in found.runs(REFERENCE) if not run["diverged"]]
@@ -246,6 +283,7 @@ def facts(results: Results) -> dict[str, str]:
     return named
 
 
+@at_the_rate
 def differences(results: Results) -> Figure:
     """The difference from D along the tokens: the mean of the seeds, and each seed as a faint line."""
     figure, axis = pictures.figure(11.0, 6.2)

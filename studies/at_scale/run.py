@@ -1,14 +1,14 @@
 """The proof at scale: half a billion tokens and more, under this library's recipes and the peers' optimizers.
 
-    python -m studies.at_scale.run --parts runs/parts --gpus 4 --lr 1e-3 --out NAME.json
-    python -m studies.at_scale.run --parts runs/parts --only D --lr 6e-4 --lr 1e-3 --tokens 60000000 --out NAME.json
+    python -m studies.at_scale.run --parts runs/parts --only D --seeds 1 --lr 1e-3 --lr 2e-3 --out NAME.json
+    python -m studies.at_scale.run --parts runs/parts --gpus 4 --lr-of NAME.json --resume --out NAME.json
     python -m studies.at_scale.run --check --out runs/check.json    # a toy of seconds on a CPU
 
-Every row starts from the same weights and sees the same windows in the same order, seed by seed. The rate is D's
-best of short runs, which `--lr-of` takes from their results. A run has a GPU and a process of its own, or several
-with `--ranks`. The results file is written after every run; with `--seconds` all runs stop in time, each with a
-checkpoint under `--work`, and with `--resume` the next call goes on. The text is read from its parts as they arrive
-(`parts.py`), so training may begin with the first.
+Every row starts from the same weights and sees the same windows in the same order, seed by seed. `--lr-of` takes
+the learning rate from a results file: that at which D ended lowest. A run has a GPU and a process of its own, or
+several with `--ranks`. The results file is written after every run; with `--seconds` all runs stop in time, each
+with a checkpoint under `--work`, and with `--resume` the next call goes on. The text is read from its parts as they
+arrive (`parts.py`), so training may begin with the first.
 """
 
 from __future__ import annotations
@@ -139,13 +139,22 @@ def _devices(setting: Setting, work: Path, gpus: int) -> Iterator[list[str]]:
         time.sleep(1)
 
 
-def best_rate(path: Path) -> float:
-    """The learning rate of the lowest validation loss among D's runs in a results file."""
-    runs = [run for run in json.loads(path.read_text())["runs"] if run["row"] == REFERENCE]
+def best_rate(results: dict[str, Any]) -> float:
+    """The learning rate of the lowest validation loss among D's runs with seed 0."""
+    runs = [run for run in results["runs"] if (run["row"], run["seed"]) == (REFERENCE, 0)]
     ended = {run["validation_loss"]: run["lr"] for run in runs if run.get("validation_loss") is not None}
     if not ended:
-        raise typer.BadParameter(f"--lr-of must have a run of {REFERENCE} that ended, got none in {path}")
+        raise ValueError(f"a learning rate must be that of a run of {REFERENCE} with seed 0 that ended, got none")
     return float(ended[min(ended)])
+
+
+def _rates(lr_of: Path | None, lr: list[float] | None) -> list[float]:
+    if lr_of is None:
+        return lr or [1e-3]
+    try:
+        return [best_rate(json.loads(lr_of.read_text()))]
+    except (OSError, ValueError, KeyError) as error:
+        raise typer.BadParameter(f"--lr-of {lr_of}: {error}") from error
 
 
 def toy(data: Path | None, out: Path) -> Path:
@@ -166,9 +175,7 @@ def main(
     batch: options.Batch = Setting.batch,
     micro: Annotated[int, typer.Option(min=1, help="Windows a pass.")] = Setting.micro,
     lr: Annotated[list[float] | None, typer.Option(help="Peak of the learning rate; several: each.")] = None,
-    lr_of: Annotated[
-        Path | None, typer.Option(help="Results of short runs of D, whose best rate is taken.")
-    ] = None,
+    lr_of: Annotated[Path | None, typer.Option(help="Results with runs of D, whose best rate is taken.")] = None,
     warmup: options.Warmup = Setting.warmup,
     final: Annotated[float, typer.Option(min=0, help="Share of the rate left at the last step.")] = Setting.final,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each row: seeds 0, 1, …")] = 2,
@@ -202,7 +209,7 @@ def main(
         raise typer.BadParameter("--parts must be the folder of the text, got none")
     names = options.matching("--only", only, [row.name for row in rows()])
     chosen = [row for row in rows() if row.name in names]
-    rates = [best_rate(lr_of)] if lr_of else lr or [1e-3]
+    rates = _rates(lr_of, lr)
     text = Parts(parts)
     sizes = text.sizes
     about: dict[str, Any] = {
@@ -219,7 +226,7 @@ def main(
             {"name": row.name, "title": row.title, "family": row.family, "formula": row.formula()} for row in chosen
         ],
     }
-    results = Study(out, about, resume, grows=("seeds", "lr"))
+    results = Study(out, about, resume, grows=("seeds", "lr"), any_device=True)
     refused = {row.name: reason for row in chosen if (reason := row.refusal())}
     planned = tasks(chosen, rates, seeds)
     if dry:

@@ -30,6 +30,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from narrowgauge import gauges
 from narrowgauge._schedule import schedule
+from narrowgauge.cli._environment import describe_environment
 from narrowgauge.optim import NarrowOptimizer, UpdateStats
 from narrowgauge.trainers import next_token_loss, validation_windows
 from studies.at_scale import tasks
@@ -212,10 +213,10 @@ def train(
         device: where.
 
     Returns:
-        `validation_loss` in nats a token (None if diverged), `validation`: [step, loss] on the way, `curve`: [step,
-        mean training loss since the point before], `tasks`: share of right answers and that of chance, `gauges` by
-        step, `advice` of the gauges, `bytes` a parameter, `tokens_per_second` between looks, `seconds`. With
-        `failed` if it is not at its end.
+        `device`, its name; `validation_loss` in nats a token (None if diverged), `validation`: [step, loss] on the
+        way, `curve`: [step, mean training loss since the point before], `tasks`: share of right answers and that of
+        chance, `gauges` by step, `advice` of the gauges, `bytes` a parameter, `tokens_per_second` between looks,
+        `seconds`. With `failed` if it is not at its end.
     """
     begun = time.monotonic()
     run = Run(row, setting, lr, seed, parts, device)
@@ -303,6 +304,7 @@ def _result(run: Run) -> Result:
     ]
     times = kept["times"][1:] or kept["times"]  # kernels are compiled before the first
     return {
+        "device": describe_environment(torch.device(run.device))["device"],
         "validation_loss": None,
         "diverged": not all(map(math.isfinite, losses[-1:])),
         "steps": len(losses),

@@ -33,13 +33,16 @@ RECENT = 5  # runs whose mean is what the next one is expected to take
 class Study:
     """The results as they grow, on disk at every moment."""
 
-    def __init__(self, out: Path, about: dict[str, Any], resume: bool, grows: Sequence[str] = ()) -> None:
+    def __init__(
+        self, out: Path, about: dict[str, Any], resume: bool, grows: Sequence[str] = (), any_device: bool = False
+    ) -> None:
         """Begin, or with `resume` go on with the file, if there is one.
 
         `about` is what it says beside its runs: `command`, `environment`, `training`, `data`, `rows`. `grows` are
-        fields of `training` that may differ: of lists all is kept, of numbers the largest.
+        fields of `training` that may differ: of lists all is kept, of numbers the largest. With `any_device` runs
+        may have been made on another device; each says its own.
         """
-        self._out, self.about = out, about
+        self._out, self.about, self._any_device = out, about, any_device
         self.runs: list[Result] = []
         if resume and out.exists():
             self._take(json.loads(out.read_text()), grows)
@@ -47,7 +50,7 @@ class Study:
 
     def _take(self, found: dict[str, Any], grows: Sequence[str]) -> None:
         mine, theirs = (_identity(json.loads(json.dumps(options.rounded(x)))) for x in (self.about, found))
-        for name in sorted((mine.keys() | theirs.keys()) - set(grows)):
+        for name in sorted((mine.keys() | theirs.keys()) - {*grows, *(["device"] * self._any_device)}):
             if mine.get(name) != theirs.get(name):
                 raise typer.BadParameter(
                     f"--resume: got {name} {mine.get(name)!r}, takes {theirs.get(name)!r} to go on with {self._out}"

@@ -10,12 +10,14 @@ import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import typer
 
 from narrowgauge.trainers._tokens import open_tokens
-from studies.at_scale import run, tasks, training
+from studies.at_scale import page, run, tasks, training
 from studies.at_scale import text as collected
 from studies.at_scale.parts import Parts, ids, pack
 
@@ -175,12 +177,36 @@ def test_two_processes_share_a_run(parts: Path, tmp_path: Path) -> None:
     assert len(both["gauges"]["step"]) == 3
 
 
-def test_the_rate_is_that_of_the_best_short_run(tmp_path: Path) -> None:
-    runs = [{"row": "D", "lr": lr, "validation_loss": loss} for lr, loss in ((1.0, 3.0), (2.0, 2.5), (4.0, None))]
-    (tmp_path / "rates.json").write_text(
-        json.dumps({"runs": [*runs, {"row": "A", "lr": 8.0, "validation_loss": 1.0}]})
+def made(row: str, lr: float, seed: int, loss: float | None, device: str = "one") -> dict[str, Any]:
+    return {
+        "row": row, "lr": lr, "seed": seed, "validation_loss": loss, "diverged": loss is None, "device": device,
+        "bytes": {"total": 7.0}, "tokens_per_second": 1.0,
+    }  # fmt: skip
+
+
+def test_the_rate_is_that_of_the_references_best_run(tmp_path: Path) -> None:
+    runs = [made("D", lr, 0, loss) for lr, loss in ((1.0, 3.0), (2.0, 2.5), (4.0, None))]
+    (tmp_path / "runs.json").write_text(
+        json.dumps({"runs": [*runs, made("A", 8.0, 0, 1.0), made("D", 1.0, 1, 0.1)]})
     )
-    assert run.best_rate(tmp_path / "rates.json") == 2.0
+    assert run._rates(tmp_path / "runs.json", None) == [2.0]
+    (tmp_path / "runs.json").write_text(json.dumps({"runs": runs[2:]}))
+    for path, why in ((tmp_path / "runs.json", "that ended, got none"), (tmp_path / "none.json", "No such file")):
+        with pytest.raises(typer.BadParameter, match=why):
+            run._rates(path, None)
+
+
+def test_rows_are_compared_at_the_references_rate_and_others_in_the_table_of_rates() -> None:
+    rows = [{"name": name, "title": "what", "family": "ours"} for name in ("D", "A", "B")]
+    results = {"rows": rows, "training": {"seeds": 2, "lr": [1.0, 2.0]}, "unfinished": [], "runs": [
+        made("D", 1.0, 0, 3.0), made("D", 2.0, 0, 2.5), made("D", 2.0, 1, 2.6),
+        made("A", 1.0, 0, 3.25), made("A", 2.0, 0, 2.625), made("A", 2.0, 1, 2.85), made("B", 2.0, 0, 9.0),
+    ]}  # fmt: skip
+    lines = page.rows(results).splitlines()
+    assert [line.split(" | ")[3:6] for line in lines[2:4]] == [
+        ["2", "2.5500", "–"], ["2", "2.7375", "+0.1875 (+0.1250 … +0.2500)"],
+    ]  # fmt: skip
+    assert page.rates(results).splitlines()[2:] == ["| 1 | 3.0000 | +0.2500 |", "| 2 | 2.5000 | +0.1250 |"]
 
 
 def test_questions_have_one_right_answer_and_are_the_same_again(parts: Path) -> None:

@@ -139,6 +139,6 @@ def test_results_of_all_sources_are_used() -> None:
     # Of no paper, beside what is looked up, or older than that.
     ours = {"state_codecs", "memory", "optimizer_step", "optimizers_small", "watch", "peers_linear"}
     ours |= {"data_parallel_2", "sharded_step_2", "offload", "clip_filter", "fit", "weight_words", "hold"}
-    ours |= {"blocks_linear", "language", "graphs_language", "graphs_clip"}
+    ours |= {"at_scale", "blocks_linear", "language", "graphs_language", "graphs_clip"}
     for path in [*ROOT.glob("studies/*/results/*.json"), *ROOT.glob("benchmarks/results/*.json")]:
         assert re.sub(variant, "", path.stem) in stems | ours, path.name

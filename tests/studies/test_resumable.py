@@ -100,6 +100,10 @@ def test_what_may_grow_grows(tmp_path: Path) -> None:
         Study(out, about(lr=1e-2, seeds=3), resume=True)
     with pytest.raises(typer.BadParameter, match="--resume: got device 'NVIDIA H200', takes 'cpu'"):
         Study(out, about(seeds=3) | {"environment": {"device": "NVIDIA H200"}}, resume=True)
+    elsewhere = about(seeds=3) | {"environment": {"device": "NVIDIA H200"}}
+    study = Study(out, elsewhere, resume=True, any_device=True)
+    assert len(study.runs) == 1
+    assert study.about["environment"]["device"] == "cpu"
 
 
 def test_no_run_is_begun_that_would_end_too_late(tmp_path: Path) -> None:
