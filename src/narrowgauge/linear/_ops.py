@@ -478,17 +478,22 @@ def _takes_long(field: str, args: tuple[Any, ...]) -> bool:
     return bool(args[0].numel() >= 1 << 25)
 
 
-def _plainly(field: str, args: tuple[Any, ...]) -> Any:
-    """An operation in torch's, where a compiler does better with them; None where it does not.
+def _plainly(field: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """An operation, or the part of it that finds an absmax, in torch's, where a compiler does better with them; None
+    where it does not.
 
     Rows stay kernels. Joined with the activation before it, their quantization takes longer than both apart.
     """
-    if field == "dequantize":
+    if field == "dequantize" and not _takes_long(field, args):
         return _eager_dequantize(*args)
-    if field == "quantize_tensor":
+    if field == "quantize_tensor" and "maxima" not in named:
         x, average, format, straight, transposed, sums = args
-        if average is None and not sums and 0 < x.numel() <= _FEW:
+        if sums or not x.numel():  # for its sums it is read anyway
+            return None
+        if average is None and x.numel() <= _FEW:
             return _complete(lambda x, *rest: _plain_tensor(x, *rest[:-1]))(x, format, straight, transposed)
+        maxima = _maxima(x if x.is_contiguous() else x.t(), format)
+        return quantize_tensor(*args, **named, maxima=maxima)
     return None
 
 
@@ -502,14 +507,10 @@ def _seen(field: str, adapted: Any) -> Any:
         tensors = [arg for arg in (*args, *named.values()) if isinstance(arg, Tensor)]
         if not all(isinstance(size, int) for each in tensors for size in (*each.shape, *each.stride())):
             return None
-        long = _takes_long(field, args)
-        plain = None if long else _plainly(field, args)
+        plain = _plainly(field, args, named)
         if plain is not None:
             return plain
-        if field == "quantize_tensor" and "maxima" not in named and not args[-1] and x.numel():
-            maxima = _maxima(x if x.is_contiguous() else x.t(), args[2])
-            return quantize_tensor(*args, **named, maxima=maxima)
-        if long:
+        if _takes_long(field, args):
             return None
 
         def whole(*stand_ins: Any) -> list[Tensor]:
