@@ -21,6 +21,7 @@ are the same.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -178,7 +179,10 @@ def _eager_tensor(
     x: Tensor, average: Tensor | None, format: Format, straight: bool, transposed: bool, sums: bool,
     dtype: torch.dtype = torch.float32, maxima: Tensor | None = None,
 ) -> Tensors:  # fmt: skip
-    own = largest_magnitude(x, "tensor", format) if maxima is None else maxima.view(torch.float32).reshape(1, 1)
+    if maxima is None:
+        own = largest_magnitude(x, "tensor", format)
+    else:
+        own = maxima.view(torch.float32).amax().reshape(1, 1)
     absmax = own
     if average is not None:
         known = average.to(torch.float32).reshape(1, 1)
@@ -430,6 +434,10 @@ for _field, (_schema, _fake, _adapted) in _OPERATORS.items():
 _FEW = 1 << 24
 
 
+# Absmaxima that a quantizing program may take the largest of.
+_PARTS = 256
+
+
 def _plain_tensor(x: Tensor, format: Format, straight: bool, transposed: bool) -> Tensors:
     """The codes, scale and absmax of `_eager_tensor`, in few operations, for compilers.
 
@@ -452,17 +460,19 @@ def _plain_tensor(x: Tensor, format: Format, straight: bool, transposed: bool) -
 
 
 def _maxima(x: Tensor, format: Format) -> Tensor:
-    """The bits of x's absmax, int32 (1,), in operations that a compiler joins with what writes x.
+    """The bits of the absmax of parts of x, int32 (parts,), in operations that a compiler joins with what writes x.
 
-    Rows come first, as norms' kernels have them. Numbers of 16 bits are compared as bits: a compiler that joins an
-    operation with the one that made them would take what has not been rounded yet.
+    The absmax of each row comes first, as norms' kernels have it, and then that of some rows, in one more launch.
+    Numbers of 16 bits are compared as bits: a compiler that joins an operation with the one that made them would
+    take what has not been rounded yet.
     """
+    parts = math.gcd(x.shape[0], _PARTS)
     if x.dtype not in (torch.bfloat16, torch.float16):
-        return largest_magnitude(x, "row", format).amax(0).view(torch.int32)
+        return largest_magnitude(x, "row", format).reshape(parts, -1).amax(1).view(torch.int32)
     bits = x.view(torch.int16).to(torch.int32) & 0x7FFF
     if format != "int8":
         bits = torch.where(bits < (0x7F80 if x.dtype == torch.bfloat16 else 0x7C00), bits, 0)
-    largest = bits.amax(1).amax(0, keepdim=True).to(torch.int16)
+    largest = bits.amax(1).reshape(parts, -1).amax(1).to(torch.int16)
     return largest.view(x.dtype).to(torch.float32).view(torch.int32)
 
 
@@ -479,8 +489,7 @@ def _takes_long(field: str, args: tuple[Any, ...]) -> bool:
 
 
 def _plainly(field: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """An operation, or the part of it that finds an absmax, in torch's, where a compiler does better with them; None
-    where it does not.
+    """An operation, or the part that finds an absmax, in torch's, where a compiler does better with them; else None.
 
     Rows stay kernels. Joined with the activation before it, their quantization takes longer than both apart.
     """
