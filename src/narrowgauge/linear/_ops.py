@@ -489,7 +489,7 @@ def _takes_long(field: str, args: tuple[Any, ...]) -> bool:
 
 
 def _plainly(field: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """An operation, or the part that finds an absmax, in torch's, where a compiler does better with them; else None.
+    """An operation, or what finds its absmax, in torch's, where a compiler does better with them; else None.
 
     Rows stay kernels. Joined with the activation before it, their quantization takes longer than both apart.
     """
