@@ -293,7 +293,7 @@ def test_the_readmes_speed_ups_of_linear_layers_are_those_of_the_committed_resul
         f"{large[fast]} times as fast with tensor-wise float8 as with `nn.Linear`, and {large[careful]} times with",
         f"torchao's fastest recipe is {peers[peer]} times as fast, with {louder:.0f} dB more noise",
         f"tensor-wise float8 is {small[0]} times as fast, torchao's {small[1]} times",
-        f"it is {small[2]} times, torchao's {small[3]} ([which",
+        f"for `nn.Linear` too, it is {small[2]} times, torchao's {small[3]} ([which",
     ):
         assert said in text
 
@@ -357,10 +357,12 @@ def test_measured_pages_begin_with_the_answer_that_their_results_give() -> None:
     )
     assert f"{huge} times as fast for ViT-Huge, {large} times for ViT-Large and no faster for ViT-Base" in answer
     assert base == "1.00"
-    with_graphs, without = (of["llama-1b"]["rows"][fast]["speedup"] for of in (graphs, language))
-    assert (
-        f"a step of a 1B model is {with_graphs:.2f} times as fast then, and {without:.2f} times without" in answer
-    )
+    small = [
+        [f"{of['llama-1b']['rows'][side]['speedup']:.2f}" for side in (fast, "SWITCHBACK e4m3")]
+        for of in (graphs, language)
+    ]
+    assert f"is then {small[0][0]} times as fast as `nn.Linear` compiled so, and the second {small[0][1]}" in answer
+    assert f"without it they are {small[1][0]} and {small[1][1]} times as fast" in answer
 
 
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")

@@ -1,7 +1,7 @@
 """Tables, facts and pictures of the proof at scale.
 
 A difference from the reference is taken seed by seed, at equal tokens, from runs with the same learning rate, start
-and windows. Everything but the table of rates is of the learning rate at which the reference ended lowest with seed
+and windows. All tables of losses but `rates` are of the learning rate at which the reference ended lowest with seed
 0. What chance makes of such a difference is pooled over all rows: the standard deviation of a row's
 differences about their mean, with as many degrees of freedom as there are rows times seeds but one. A mean is
 "apart" beyond three standard errors of it (`shared/readings.py`), "within" otherwise; nothing is said where the
@@ -45,7 +45,7 @@ STYLES = (
 
 
 def at_the_rate(make: Callable[[Results], Any]) -> Callable[[Results], Any]:
-    """What is made of the runs at the reference's best learning rate."""
+    """`make`, given the runs at the reference's best learning rate only."""
 
     @functools.wraps(make)
     def made(results: Results) -> Any:
@@ -194,7 +194,7 @@ def gauges(results: Results) -> str:
 
 
 def rates(results: Results) -> str:
-    """The reference with seed 0 by learning rate, and others beside it at the same rate."""
+    """The reference by learning rate, with seed 0; beside it rows that were run at another rate than its best."""
     found = {run["lr"]: run for run in runs_of(results, row=REFERENCE, seed=0)}
     others = [
         name
@@ -225,6 +225,7 @@ def text(results: Results) -> str:
         return "A text of its own.\n"
     packages = found["packages"]
     total = {key: sum(p[key] for p in packages) for key in ("bytes_read", "bytes_without_copies", "bytes", "files")}
+    most = max(p["bytes"] for p in packages) / total["bytes"]
     held = [p["name"] for p in packages if p["held_out"] and p["files"]]
     made = table(
         found["kinds"].items(),
@@ -235,10 +236,11 @@ def text(results: Results) -> str:
     )
     return made + (
         f"\n{len(packages):,} packages had {total['bytes_read'] / 1e6:,.0f} MB of text; "
-        f"{total['bytes_without_copies'] / 1e6:,.0f} MB are left without copies, and "
-        f"{total['bytes'] / 1e6:,.0f} MB where none gives more than a tenth. "
-        f"{results['data']['train_tokens']:,} tokens to train on, {results['data']['validation_tokens']:,} to "
-        f"validate, {results['data']['bytes_per_token']:.2f} bytes each. Held out: {', '.join(held)}.\n"
+        f"{total['bytes_without_copies'] / 1e6:,.0f} MB without copies. {total['bytes'] / 1e6:,.0f} MB are kept, "
+        f"at most {percent(most)} of them from one package: "
+        f"{results['data']['train_tokens']:,} tokens to train on, "
+        f"and {results['data']['validation_tokens']:,}, of {results['data']['bytes_per_token']:.2f} bytes each, "
+        f"to validate. Held out: {', '.join(held)}.\n"
     )
 
 
@@ -269,6 +271,7 @@ def facts(results: Results) -> dict[str, str]:
     training, found = results["training"], beside(results)
     named = {
         "steps": f"{training['steps']:,}", "seeds": str(training["seeds"]), "rate": f"{best_rate(results):g}",
+        "windows": f"{8 * training['windows']:,}",
         "tokens": f"{training['steps'] * training['batch'] * training['sequence']:,}",
     }  # fmt: skip
     losses = [run["validation_loss"] for run in found.runs(REFERENCE) if not run["diverged"]]

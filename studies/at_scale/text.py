@@ -16,7 +16,8 @@ out: over a megabyte or under 200 bytes, lines as long as minified code or embed
 Packages carry copies of one another, often with lines changed. Lines are compared without the blanks around them,
 and a line of three characters or fewer is not counted. Where `WINDOW` counted lines in a row have been seen
 before, in any package, they are left out; of a file that loses more than half, all of it. Those held out come last,
-so that it is they that lose what they share with the training text. A package gives a tenth of all bytes at most.
+so that it is they that lose what they share with the training text. A package gives a tenth of all bytes at most,
+before files are drawn for the text's size.
 
 Files are named by a hash: their order is a shuffle, and each stretch of the tokens a sample of all packages. The
 names of packages and what became of them is in `text.json`.

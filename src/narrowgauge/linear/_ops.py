@@ -462,9 +462,9 @@ def _plain_tensor(x: Tensor, format: Format, straight: bool, transposed: bool) -
 def _maxima(x: Tensor, format: Format) -> Tensor:
     """The bits of the absmax of parts of x, int32 (parts,), in operations that a compiler joins with what writes x.
 
-    The absmax of each row comes first, as norms' kernels have it, and then that of some rows, in one more launch.
-    Numbers of 16 bits are compared as bits: a compiler that joins an operation with the one that made them would
-    take what has not been rounded yet.
+    That of each row comes first, so that a norm's kernel can find it, and then that of some rows, in one more
+    launch. Numbers of 16 bits are compared as bits: a joined kernel would compare floats before they are rounded.
+    Float8 leaves out inf and NaN, as `largest_magnitude` does.
     """
     parts = math.gcd(x.shape[0], _PARTS)
     if x.dtype not in (torch.bfloat16, torch.float16):

@@ -282,7 +282,7 @@ def quantize_tensor(
         transposed: the same, (columns, rows).
         sums: whether to sum the columns.
         dtype: what their sums are rounded to.
-        maxima: bits of the absmax of each part of x, int32 (some hundred at most,), if known; not with `sums`.
+        maxima: int32 (some hundred at most,), bits of the absmax of each part of x; not read with `sums`.
 
     Returns:
         The scale (1, 1) and x's own absmax (1, 1), float32, and the column sums (columns,), added in float32.
