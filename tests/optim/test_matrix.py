@@ -53,7 +53,7 @@ def test_training_follows_fp32_as_far_as_the_weight_storage_can(case: Case) -> N
         # Bare words lose steps below half a unit: in bf16 most of these, in fp16 some. No more is promised.
         assert torch.isfinite(p).all()
     elif weights in ("stochastic", "fp8split8"):
-        assert abs(float(moved.mean() / wanted.mean()) - 1) < 0.05
+        assert abs(float(moved.mean() / wanted.mean()) - 1) < 0.05 + STATES_ERROR[states] * RECORDS[rule].loose
     else:
         # Measured: split4 up to 0.117 (AdaGrad), split8 up to 0.0073 (Lion), all others up to 0.0025.
         weight_error = {"split4": 0.13, "split8": 0.01}.get(weights, 0.005)
@@ -79,7 +79,11 @@ def test_what_cannot_be_is_refused_by_name(case: Case) -> None:
         make(case)
 
 
-@pytest.mark.parametrize("case", CASES[::3], ids=str)
+# Its z is an expansion of bf16 words, and is the weight at the first step.
+WIDER = ("schedule-free", "plain", "expansion", "strict", torch.float16)
+
+
+@pytest.mark.parametrize("case", [pytest.param(WIDER), *CASES[::3]], ids=str)
 def test_zero_gradients_move_nothing_in_100_steps_without_decay(case: Case) -> None:
     """Also beside elements of the same block that do move; Muon mixes the elements of a matrix."""
     p, optimizer = make(case, weight_decay=0.0)

@@ -127,7 +127,7 @@ class StrictArithmetic:
 
     def value(self, average: StrictMoment) -> Tensor:
         storage, tensors = average
-        return storage.value(tensors).to(self.dtype)
+        return storage.value(tensors, self.dtype)
 
     def factored(self, slot: str, average: StrictMoment, least: Scalar) -> Tensor:
         return self.value(average)  # factors have no strict arithmetic

@@ -159,9 +159,9 @@ class StateStorage:
         x = x.to(average.dtype)
         return {"": _constant(decay, average) * average + _constant(share, average) * x}
 
-    def value(self, tensors: Tensors) -> Tensor:
-        """The number that the rest of a strict equation reads."""
-        return tensors[""]
+    def value(self, tensors: Tensors, dtype: torch.dtype) -> Tensor:
+        """The number that the rest of a strict equation reads, in its format, which is no narrower."""
+        return tensors[""].to(dtype)
 
 
 def _constant(value: float, like: Tensor) -> Tensor:
@@ -203,8 +203,10 @@ class ExpansionState(StateStorage):
         a, b = grow(mul((hi, lo), average), _constant(share, x) * x)
         return {"hi": a, "lo": b}
 
-    def value(self, tensors: Tensors) -> Tensor:
-        return tensors["hi"]
+    def value(self, tensors: Tensors, dtype: torch.dtype) -> Tensor:
+        hi, lo = tensors["hi"], tensors["lo"]
+        # In its own format the sum is hi: an expansion is normalized.
+        return hi if dtype == self.dtype else hi.to(dtype) + lo.to(dtype)
 
 
 @dataclass(frozen=True)
