@@ -237,8 +237,8 @@ def text(results: Results) -> str:
     return made + (
         f"\n{len(packages):,} packages had {total['bytes_read'] / 1e6:,.0f} MB of text; "
         f"{total['bytes_without_copies'] / 1e6:,.0f} MB without copies. {total['bytes'] / 1e6:,.0f} MB are kept, "
-        f"at most {percent(most)} of them from one package: "
-        f"{results['data']['train_tokens']:,} tokens to train on, "
+        f"at most {percent(most)} of them from one package. "
+        f"They are {results['data']['train_tokens']:,} tokens to train on, "
         f"and {results['data']['validation_tokens']:,}, of {results['data']['bytes_per_token']:.2f} bytes each, "
         f"to validate. Held out: {', '.join(held)}.\n"
     )
