@@ -177,18 +177,21 @@ def test_an_absmax_in_operations_is_the_specifications(dtype: torch.dtype, form:
 
 
 @pytest.mark.slow
-def test_an_absmax_is_that_of_rounded_numbers_where_a_compiler_joins_both() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_codes_are_those_of_rounded_numbers_where_a_compiler_joins_both(dtype: torch.dtype) -> None:
     torch.compiler.reset()
 
-    def run(x: Tensor) -> tuple[Tensor, Tensor]:
-        made = nn.functional.gelu(x * 3)
-        return made, _ops._maxima(made, "e4m3")
+    def run(x: Tensor, y: Tensor) -> tuple[Tensor | None, ...]:
+        return *_ops._plain_tensor(x * y, "e4m3", True, True), _ops._maxima(x + y, "e4m3")
 
     compiled = torch.compile(run, fullgraph=True)
     for seed in range(8):
-        x = torch.randn(64, 256, generator=torch.Generator().manual_seed(seed)).bfloat16()
-        made, maxima = compiled(x)
-        assert maxima.view(torch.float32).amax() == made.abs().amax()
+        x, y = torch.randn(2, 64, 256, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        *got, _, maxima = compiled(x, y)
+        wanted = _ops.EAGER.quantize_tensor(x * y, None, "e4m3", True, True, False)
+        for one, other in zip(got, wanted[:4], strict=True):
+            assert torch.equal(one.float(), other.float())
+        assert maxima.view(torch.float32).amax() == (x + y).abs().amax()
 
 
 def test_sizes_that_may_change_keep_the_operators_of_kernels(kernels: str) -> None:

@@ -438,13 +438,32 @@ _FEW = 1 << 24
 _PARTS = 256
 
 
+def _stored(x: Tensor) -> Tensor:
+    """A matrix as memory has it, for compilers, which join what follows with what wrote it.
+
+    They would go on with numbers that are not rounded yet, but round before they look at bits.
+    """
+    return (x.view(torch.int16) | 0).view(x.dtype) if x.element_size() == 2 else x
+
+
+def _maxima(x: Tensor, format: Format, most: int = _PARTS) -> Tensor:
+    """The bits of the absmax of parts of x, `most` at most, int32 (parts,), in operations that a compiler joins.
+
+    That of each row comes first, so that a norm's kernel can find it, and then that of some rows, in one more
+    launch.
+    """
+    rows = largest_magnitude(_stored(x), "row", format)
+    return rows.reshape(math.gcd(len(rows), most), -1).amax(1).view(torch.int32)
+
+
 def _plain_tensor(x: Tensor, format: Format, straight: bool, transposed: bool) -> Tensors:
     """The codes, scale and absmax of `_eager_tensor`, in few operations, for compilers.
 
     They divide float32 less exactly than torch. Rounded to float64 and then to float32 a quotient is the same.
     Nothing is beyond its own absmax, and what a rounded inverse takes beyond the largest code is rounded to it.
     """
-    target, values, own = FORMATS[format], x.to(torch.float32), largest_magnitude(x, "tensor", format)
+    target, values = FORMATS[format], _stored(x).to(torch.float32)
+    own = _maxima(x, format, 1).view(torch.float32).reshape(1, 1)
     usable = (own >= SMALLEST_ABSMAX) & (own < torch.inf)
     wide = own.to(torch.float64)
     inverse = torch.where(usable, (target.largest / wide).to(torch.float32), 0.0)
@@ -457,23 +476,6 @@ def _plain_tensor(x: Tensor, format: Format, straight: bool, transposed: bool) -
     none = _codes(x, format, 0, 0)
     turned = _transposed(codes) if transposed else none
     return codes.contiguous() if straight else none.clone(), turned, scale, own, None
-
-
-def _maxima(x: Tensor, format: Format) -> Tensor:
-    """The bits of the absmax of parts of x, int32 (parts,), in operations that a compiler joins with what writes x.
-
-    That of each row comes first, so that a norm's kernel can find it, and then that of some rows, in one more
-    launch. Numbers of 16 bits are compared as bits: a joined kernel would compare floats before they are rounded.
-    Float8 leaves out inf and NaN, as `largest_magnitude` does.
-    """
-    parts = math.gcd(x.shape[0], _PARTS)
-    if x.dtype not in (torch.bfloat16, torch.float16):
-        return largest_magnitude(x, "row", format).reshape(parts, -1).amax(1).view(torch.int32)
-    bits = x.view(torch.int16).to(torch.int32) & 0x7FFF
-    if format != "int8":
-        bits = torch.where(bits < (0x7F80 if x.dtype == torch.bfloat16 else 0x7C00), bits, 0)
-    largest = bits.amax(1).reshape(parts, -1).amax(1).to(torch.int16)
-    return largest.view(x.dtype).to(torch.float32).view(torch.int32)
 
 
 def _takes_long(field: str, args: tuple[Any, ...]) -> bool:
