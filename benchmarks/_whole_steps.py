@@ -5,6 +5,7 @@ The rows are what `bench_language.py` and `bench_clip.py` measured, the sentence
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -97,6 +98,9 @@ def language(results: Results) -> list[str]:
         for side, row in of["rows"].items()
         if "failed" in row
     ]
+    given = re.findall(r"--models (\S+)", " ".join((results["command"], *results.get("resumed", ()))))
+    asked = dict.fromkeys(model for models in given for model in models.split(","))
+    failed += [f"- {model}: the run ended before this model" for model in asked if model not in results["models"]]
     parts.append(
         f"{commands(results)}: bf16, {packages(results, 'python')}. Sides take turns: milliseconds are medians, "
         "times as fast is the median of the rounds' ratios, with the least and the greatest. Device ms is the time "

@@ -42,15 +42,15 @@ class Study:
         fields of `training` that may differ: of lists all is kept, of numbers the largest. With `any_device` runs
         may have been made on another device; each says its own.
         """
-        self._out, self.about, self._any_device = out, about, any_device
+        self._out, self.about = out, about
         self.runs: list[Result] = []
         if resume and out.exists():
-            self._take(json.loads(out.read_text()), grows)
+            self._take(json.loads(out.read_text()), grows, {*grows, "device"} if any_device else set(grows))
         out.parent.mkdir(parents=True, exist_ok=True)
 
-    def _take(self, found: dict[str, Any], grows: Sequence[str]) -> None:
+    def _take(self, found: dict[str, Any], grows: Sequence[str], may_differ: set[str]) -> None:
         mine, theirs = (_identity(json.loads(json.dumps(options.rounded(x)))) for x in (self.about, found))
-        for name in sorted((mine.keys() | theirs.keys()) - {*grows, *(["device"] * self._any_device)}):
+        for name in sorted((mine.keys() | theirs.keys()) - may_differ):
             if mine.get(name) != theirs.get(name):
                 raise typer.BadParameter(
                     f"--resume: got {name} {mine.get(name)!r}, takes {theirs.get(name)!r} to go on with {self._out}"

@@ -289,6 +289,9 @@ def test_steps_of_language_models() -> None:
         _whole_steps.opening({"h100": {"graphs_language": bare}})
     )
     assert 'With `mode="reduce-overhead"`, which' in _layers.section({"graphs_language": bare}, "h100")
+    cut = bare | {"command": "python x.py --models llama-8b,gpt2"}
+    assert "- gpt2: the run ended before" in _layers.section({"graphs_language": cut}, "h100")
+    assert "ended before" not in _layers.section({"graphs_language": bare}, "h100")
     answer, *table = cells(_layers.section({"language": bare}, "h100"))[2:]
     assert answer == ["llama-8b", "**TENSORWISE_FP8 e4m3** 1.40", "torchao rowwise 1.25", "–"]
     assert {row[0]: row[1:] for row in table}["nn.Linear"] == [

@@ -153,6 +153,12 @@ def test_tensor(
             own_wanted = own_wanted.where(own_wanted < torch.inf, 0.0)
         assert same(own, own_wanted.amax().reshape(1, 1))
         assert summed(total, x) if sums else total is None
+    # With the absmax of each of some parts, where it is known.
+    turned = words(form, shape[::-1], device)
+    again = _tiles.quantize_tensor(x, form, known, None, turned, True, maxima=_ops._maxima(x, form))
+    assert all(map(same, again[:2], (scale, own)))
+    assert summed(again[2], x)
+    assert same(turned, wanted.codes.t())
 
 
 @pytest.mark.parametrize(

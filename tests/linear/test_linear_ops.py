@@ -57,6 +57,8 @@ def test_quantizers_and_what_codes_stand_for_are_operators(form: str, shape: tup
         got = _ops.quantize_tensor(matrix, given, form, True, True, False, maxima=_ops._maxima(matrix, form))
         for one, other in zip(got, _ops.quantize_tensor(matrix, given, form, True, True, False), strict=True):
             assert torch.equal(one.float(), other.float())
+        summed = _ops.quantize_tensor(matrix, given, form, True, True, True, maxima=_ops._maxima(matrix, form))
+        assert torch.equal(summed[4], _ops.quantize_tensor(matrix, given, form, True, True, True)[4])
     dtypes = (torch.bfloat16, torch.float32, torch.float64)
     for orders, matrix in (
         (("row128", "column128"), x), (("tile128", "tile128"), x), (("row128", ""), x.t().contiguous().t()),

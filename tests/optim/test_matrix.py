@@ -36,10 +36,15 @@ def drive(p: torch.nn.Parameter, optimizer: optim.NarrowOptimizer, steps: range)
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_training_follows_fp32_as_far_as_the_weight_storage_can(case: Case) -> None:
-    """Free-running beside the same rule with nothing narrow, as far as the weight storage can follow."""
+    """Free-running beside the same rule with nothing narrow, as far as the weight storage can follow.
+
+    Weights that follow in the mean alone run beside float32 weights with the same states: those of 4 bits move the
+    mean by up to 11 %.
+    """
     rule, weights, states, _, dtype = case
+    in_the_mean = weights in ("stochastic", "fp8split8")
     p, optimizer = make(case)
-    reference, exact = make((rule, "plain", "fp32", "fp32", torch.float32))
+    reference, exact = make((rule, "plain", states if in_the_mean else "fp32", "fp32", torch.float32))
     with torch.no_grad():
         reference.copy_(p)
     start = p.detach().double().clone()
@@ -52,8 +57,8 @@ def test_training_follows_fp32_as_far_as_the_weight_storage_can(case: Case) -> N
     if weights == "plain" and dtype != torch.float32:
         # Bare words lose steps below half a unit: in bf16 most of these, in fp16 some. No more is promised.
         assert torch.isfinite(p).all()
-    elif weights in ("stochastic", "fp8split8"):
-        assert abs(float(moved.mean() / wanted.mean()) - 1) < 0.05 + STATES_ERROR[states] * RECORDS[rule].loose
+    elif in_the_mean:
+        assert abs(float(moved.mean() / wanted.mean()) - 1) < 0.05
     else:
         # Measured: split4 up to 0.117 (AdaGrad), split8 up to 0.0073 (Lion), all others up to 0.0025.
         weight_error = {"split4": 0.13, "split8": 0.01}.get(weights, 0.005)

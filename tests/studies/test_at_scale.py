@@ -209,6 +209,14 @@ def test_rows_are_compared_at_the_references_rate_and_others_in_the_table_of_rat
     assert page.rates(results).splitlines()[2:] == ["| 1 | 3.0000 | +0.2500 |", "| 2 | 2.5000 | +0.1250 |"]
 
 
+def test_the_page_names_runs_of_another_device() -> None:
+    committed = json.loads((Path(run.__file__).parent / "results" / "at_scale_gpt2.json").read_text())
+    assert "; on " not in page.origin(committed)
+    elsewhere = {**committed["runs"][0], "device": "NVIDIA X"}
+    said = f"; on NVIDIA X: {elsewhere['row']} with seed {elsewhere['seed']}. "
+    assert said in page.origin(committed | {"runs": [elsewhere, *committed["runs"][1:]]})
+
+
 def test_questions_have_one_right_answer_and_are_the_same_again(parts: Path) -> None:
     asked, again = (tasks.questions(Parts(parts), 512, 8) for _ in range(2))
     assert asked["cloze"].prompts

@@ -282,14 +282,16 @@ def quantize_tensor(
         transposed: the same, (columns, rows).
         sums: whether to sum the columns.
         dtype: what their sums are rounded to.
-        maxima: int32 (some hundred at most,), bits of the absmax of each part of x; not read with `sums`.
+        maxima: int32 (some hundred at most,), bits of the absmax of each part of x, if known.
 
     Returns:
         The scale (1, 1) and x's own absmax (1, 1), float32, and the column sums (columns,), added in float32.
     """
     total = None
-    if maxima is None or sums:
+    if maxima is None:
         maxima, total = _looked(x, format, False, sums, dtype)
+    elif sums:
+        total = sum_columns(x, dtype)
     return *_quantized(x, format, maxima, average, codes, transposed), total
 
 
