@@ -38,6 +38,7 @@ from studies.shared.tables import (
 )
 
 TENTHS = (0.1, 0.25, 0.5, 0.75, 1.0)  # of the tokens, in the table of the curve
+CLOSE = 0.02  # nats up to which the picture's scale is linear, and logarithmic beyond
 STYLES = (
     Line("", "series-1"), Line("", "series-2", (4, 1)), Line("", "series-3", (1, 1)),
     Line("", "series-4", (6, 1, 1, 1)), Line("", "series-5", (2, 2)), Line("", "series-6", (8, 2)),
@@ -255,10 +256,11 @@ def origin(results: Results) -> str:
     others = "".join(f"; on {device}: {', '.join(who)}" for device, who in elsewhere.items())
     return fill_in(
         results,
-        "`{command}`: {sizes}, vocabulary {data[vocabulary]:,}, {training[steps]:,} steps of {tokens:,} tokens, "
+        "{commands}: {sizes}, vocabulary {data[vocabulary]:,}, {training[steps]:,} steps of {tokens:,} tokens, "
         "learning rate up to {rates} after {training[warmup]} steps, a cosine to {training[final]:g} of it, β2 "
         "{training[beta2]:g}, weight decay {training[weight_decay]:g}, gradients' norm at most {training[clip]:g}; "
         "{where}. {left}",
+        commands=" and ".join(f"`{command}`" for command in (results["command"], *results.get("resumed", ()))),
         sizes=sizes(results), rates=" or ".join(f"{lr:g}" for lr in sorted(results["training"]["lr"])),
         where=", ".join([machine(results), *peers]) + others,
         left=left_out(results, lambda run: f"{run['row']} with seed {run['seed']}"),
@@ -271,7 +273,7 @@ def facts(results: Results) -> dict[str, str]:
     training, found = results["training"], beside(results)
     named = {
         "steps": f"{training['steps']:,}", "seeds": str(training["seeds"]), "rate": f"{best_rate(results):g}",
-        "windows": f"{8 * training['windows']:,}",
+        "windows": f"{8 * training['windows']:,}", "fewer": f"{training['windows']:,}",
         "tokens": f"{training['steps'] * training['batch'] * training['sequence']:,}",
     }  # fmt: skip
     losses = [run["validation_loss"] for run in found.runs(REFERENCE) if not run["diverged"]]
@@ -279,6 +281,7 @@ def facts(results: Results) -> dict[str, str]:
         named["spread"] = f"{statistics.stdev(losses):.4f}"
     for name in names(results):
         key = place_of(name)
+        named[f"bytes_{key}"] = mean_of((run["bytes"]["total"] for run in found.runs(name)), ".2f")
         named[f"loss_{key}"] = mean_of((run["validation_loss"] for run in found.runs(name)), ".4f")
         if name != REFERENCE and found.apart(name):
             named[f"apart_{key}"] = several(found.apart(name))
@@ -300,6 +303,11 @@ def differences(results: Results) -> Figure:
             places = [step * per_step / 1e6 for step, _ in lines[0]]
             means = [statistics.fmean(d for _, d in each) for each in zip(*lines, strict=False)]
             axis.plot(places[: len(means)], means, label=name, **style.style())
+    axis.set_yscale("symlog", linthresh=CLOSE, linscale=0.9)
+    low, high = axis.get_ylim()
+    at = [sign * tick for tick in (0.005, 0.02, 0.1, 0.5, 2) for sign in (1, -1)]
+    ticks = [0.0, *(y for y in at if low <= y <= high)]
+    pictures.ticks(axis.yaxis, ticks, lambda y: f"{y:+g}".replace("-", "−") if y else "0")
     axis.set_xlabel("million tokens")
     axis.set_ylabel(f"validation loss − that of {REFERENCE}, nats a token")
     pictures.below(figure, axis, 3)

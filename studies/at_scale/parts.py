@@ -1,11 +1,13 @@
 """Prepared tokens in compressed parts, for a machine that a gigabyte does not fit through the door of at once.
 
-    python -m studies.at_scale.parts runs/tokens --out runs/parts --parts 12
+    python -m studies.at_scale.parts runs/tokens --out runs/parts
 
 A part is a stretch of the training tokens as `narrowgauge tokens` wrote them, compressed with xz; `validation.xz`
-is the validation text, and `index.json` says what each must be, and the vocabulary. A training begins with the
-index, the validation text and the first part, and waits for the others: whoever carries them writes a part under
-another name and renames it, so that what is there is whole.
+is the validation text, and `index.json` says what each must be, and the vocabulary. A run shuffles the windows of
+each part, so runs see the same windows only if their text has as many parts. The committed results have eight.
+
+A training begins with the index, the validation text and the first part, and waits for the others. Whoever carries
+them writes a part under another name and renames it, so that what is there is whole.
 """
 
 from __future__ import annotations
@@ -131,7 +133,7 @@ def ids(tokens: Tensor) -> Tensor:
 def main(
     tokens: Annotated[Path, typer.Argument(help="A folder of narrowgauge tokens.")],
     out: Annotated[Path, typer.Option(help="Folder for the parts.")],
-    parts: Annotated[int, typer.Option(min=1, help="How many.")] = 12,
+    parts: Annotated[int, typer.Option(min=1, help="How many.")] = 8,
     text: Annotated[Path | None, typer.Option(help="The text.json of the packages, kept in the index.")] = None,
 ) -> None:
     """Compress prepared tokens in parts."""

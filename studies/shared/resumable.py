@@ -38,9 +38,10 @@ class Study:
     ) -> None:
         """Begin, or with `resume` go on with the file, if there is one.
 
-        `about` is what it says beside its runs: `command`, `environment`, `training`, `data`, `rows`. `grows` are
-        fields of `training` that may differ: of lists all is kept, of numbers the largest. With `any_device` runs
-        may have been made on another device; each says its own.
+        `about` is what it says beside its runs: `command`, `environment`, `training`, `data`, `rows`. A later
+        command with `--only`, which does not make what is there, is kept under `resumed`. `grows` are fields of
+        `training` that may differ: of lists all is kept, of numbers the largest. With `any_device` runs may have
+        been made on another device; each says its own.
         """
         self._out, self.about = out, about
         self.runs: list[Result] = []
@@ -62,7 +63,8 @@ class Study:
         rows = {row["name"]: row for row in (*found["rows"], *self.about["rows"])}
         self.about |= {key: found[key] for key in ("environment", "data")} | {"rows": [*rows.values()]}
         if "--only" in self.about["command"]:  # which does not make what is there
-            self.about["command"] = found["command"]
+            commands = dict.fromkeys((found["command"], *found.get("resumed", ()), self.about["command"]))
+            self.about["command"], *self.about["resumed"] = commands
         self.runs = [run for run in found["runs"] if "failed" not in run]
 
     def of(self, task: Any) -> Result | None:

@@ -176,9 +176,11 @@ def test_an_absmax_in_operations_is_the_specifications(dtype: torch.dtype, form:
         assert torch.equal(got.amax(), wanted[0, 0]) or (got.isnan().any() & wanted.isnan()).all()
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_codes_are_those_of_rounded_numbers_where_a_compiler_joins_both(dtype: torch.dtype) -> None:
+def test_codes_are_those_of_rounded_numbers_where_a_compiler_joins_both(dtype: torch.dtype, device: str) -> None:
     torch.compiler.reset()
 
     def run(x: Tensor, y: Tensor) -> tuple[Tensor | None, ...]:
@@ -186,12 +188,25 @@ def test_codes_are_those_of_rounded_numbers_where_a_compiler_joins_both(dtype: t
 
     compiled = torch.compile(run, fullgraph=True)
     for seed in range(8):
-        x, y = torch.randn(2, 64, 256, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        x, y = torch.randn(2, 64, 256, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
         *got, _, maxima = compiled(x, y)
         wanted = _ops.EAGER.quantize_tensor(x * y, None, "e4m3", True, True, False)
         for one, other in zip(got, wanted[:4], strict=True):
             assert torch.equal(one.float(), other.float())
         assert maxima.view(torch.float32).amax() == (x + y).abs().amax()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [256, 2**15], ids=["operations", "kernels"])
+@pytest.mark.parametrize("plan", ["TENSORWISE_FP8", "SWITCHBACK"])
+def test_a_layer_compiled_with_what_comes_before_it_has_the_bits_of_an_eager_one(plan: str, rows: int) -> None:
+    torch.compiler.reset()
+    layer = LowPrecisionLinear(1024, 512, plan=PLANS[plan], device="cuda", dtype=torch.bfloat16)
+    x, factor = torch.randn(2, rows, 1024, device="cuda").bfloat16()
+    run = lambda x: layer(x * factor)  # noqa: E731
+    wanted = numbers(run, layer, x)
+    for one, other in zip(numbers(torch.compile(run, fullgraph=True), layer, x), wanted, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_sizes_that_may_change_keep_the_operators_of_kernels(kernels: str) -> None:
