@@ -157,20 +157,22 @@ def tasks(results: Results) -> str:
     return made + f"\nQuestions: {counts}. The standard error of a share is at most {errors} points.\n"
 
 
+def late(results: Results, name: str, key: str) -> float | None:
+    """The mean of a row's gauge over the last quarter of its runs."""
+    values = [
+        value
+        for run in runs_of(results, row=name)
+        if "gauges" in run
+        for value in run["gauges"][key][3 * len(run["gauges"][key]) // 4 :]
+        if value is not None
+    ]
+    return statistics.fmean(values) if values else None
+
+
 @at_the_rate
 def gauges(results: Results) -> str:
     """What the gauges saw, over the last quarter of a run, and what they warned of beside how the run ended."""
     kept = [name for name in names(results) if any("gauges" in run for run in runs_of(results, row=name))]
-
-    def late(key: str, name: str) -> float | None:
-        values = [
-            value
-            for run in runs_of(results, row=name)
-            if "gauges" in run
-            for value in run["gauges"][key][3 * len(run["gauges"][key]) // 4 :]
-            if value is not None
-        ]
-        return statistics.fmean(values) if values else None
 
     def warned(name: str) -> str:
         found = [
@@ -184,10 +186,10 @@ def gauges(results: Results) -> str:
     return table(
         kept,
         ("row", "".__add__),
-        ("descent quality", lambda name: late("edq", name), ".4f"),
-        ("updates lost", lambda name: late("lost", name), percent),
-        ("not to be seen at once", lambda name: late("visible_lost", name), percent),
-        ("RMS", lambda name: late("rms", name), ".3f"),
+        ("descent quality", lambda name: late(results, name, "edq"), ".4f"),
+        ("updates lost", lambda name: late(results, name, "lost"), percent),
+        ("not to be seen at once", lambda name: late(results, name, "visible_lost"), percent),
+        ("RMS", lambda name: late(results, name, "rms"), ".3f"),
         ("warned of", warned),
         ("loss − D", lambda name: "–" if name == REFERENCE else several(beside(results).apart(name))),
         words="lrrrrlr",
@@ -283,6 +285,9 @@ def facts(results: Results) -> dict[str, str]:
         key = place_of(name)
         named[f"bytes_{key}"] = mean_of((run["bytes"]["total"] for run in found.runs(name)), ".2f")
         named[f"loss_{key}"] = mean_of((run["validation_loss"] for run in found.runs(name)), ".4f")
+        if (quality := late(results, name, "edq")) is not None:
+            named[f"edq_{key}"] = f"{quality:.3f}"
+            named[f"lost_{key}"] = percent(late(results, name, "lost"))
         if name != REFERENCE and found.apart(name):
             named[f"apart_{key}"] = several(found.apart(name))
             named[f"verdict_{key}"] = verdict(results, name)
