@@ -44,17 +44,18 @@ STEPS = 3  # timed together
 BUCKET = 2**27  # elements of the all-reduce that says how fast the link is; on a CPU 2^20
 
 # Name: settings that differ (how processes train together, or each alone), what gradients travel as.
-SWITCHBACK = {"parallel": "fsdp", "linear": "SWITCHBACK:e4m3"}
+SWITCHBACK = "SWITCHBACK:e4m3"
 ROWS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "alone": ({}, None),
     "DDP": ({"parallel": "ddp"}, None),
     f"DDP{TORCHS}": ({"parallel": "ddp", "recipe": "bf16"}, None),
     "DDP, 8-bit codes": ({"parallel": "ddp"}, {}),
     "DDP, 4-bit codes": ({"parallel": "ddp"}, {"codebook": formats.codebook("dynamic", bits=4)}),
+    "DDP, SwitchBack": ({"parallel": "ddp", "linear": SWITCHBACK}, None),
     "FSDP": ({"parallel": "fsdp"}, None),
     f"FSDP{TORCHS}": ({"parallel": "fsdp", "recipe": "bf16"}, None),
     "FSDP, option D": ({"parallel": "fsdp", "recipe": "master"}, None),
-    "FSDP, SwitchBack": (SWITCHBACK, None),
+    "FSDP, SwitchBack": ({"parallel": "fsdp", "linear": SWITCHBACK}, None),
 }
 
 

@@ -151,6 +151,10 @@ def calculated(results: dict[str, Any], way: str) -> dict[str, float]:
     }
 
 
+def _blocks(results: dict[str, Any]) -> str:
+    return ", blocks compiled" if "--compile" in results["command"] else ""
+
+
 def measured(folder: Path = RESULTS) -> str:
     """The calculation for a few GPUs beside what was held, sent and saved there: of all results in a folder."""
     files = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("data_parallel_*.json"))]
@@ -167,7 +171,7 @@ def measured(folder: Path = RESULTS) -> str:
     titles = {"held": "GB held", "sent": "GB sent a step", "checkpoint": "GB of a checkpoint"}
     return table(
         rows,
-        ("model", lambda row: f"{row[0]['model']} on {row[0]['ranks']}"),
+        ("model", lambda row: f"{row[0]['model']} on {row[0]['ranks']}{_blocks(row[0])}"),
         ("way", lambda row: row[1]),
         *per(titles, titles.get, ("", both)),
         ("ms a step", lambda row: row[2]["step_ms"], ".1f"),
