@@ -78,6 +78,17 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path
         exec(compile(block, str(page), "exec"), space)
 
 
+def test_links_lead_to_files_and_on_the_site_to_pages_of_the_site() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    for page in pages:
+        top = ROOT / "docs" if ROOT / "docs" in page.parents else ROOT
+        prose = re.sub(r"^```.*?^```|`[^`]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", prose):
+            found = (page.parent / target).resolve()
+            assert found.exists(), f"{page.relative_to(ROOT)}: {target}"
+            assert top in (found, *found.parents), f"{page.relative_to(ROOT)}: {target}"
+
+
 def test_the_axes_on_the_front_page_are_the_programs() -> None:
     axes = {cells[0]: re.findall(r"`(\w+)`", cells[1]) for cells in rows("index.md")}
     named = [name for name in optim.__all__ if isinstance(getattr(optim, name), type)]
