@@ -24,7 +24,6 @@ from studies.shared.readings import Beside
 from studies.shared.tables import (
     Results,
     fill_in,
-    left_out,
     machine,
     mean_of,
     per,
@@ -113,7 +112,7 @@ def rows(results: Results) -> str:
         ("seeds", lambda name: len(found.runs(name))),
         ("loss", lambda name: mean_of((r["validation_loss"] for r in found.runs(name)), ".4f")),
         ("loss − D", lambda name: "–" if name == REFERENCE else several(found.apart(name))),
-        ("three standard errors", lambda name: verdict(results, name)),
+        *([("apart from D?", lambda name: verdict(results, name))] if found.margin(1) is not None else []),
         ("tokens/s", lambda name: mean_of((r["tokens_per_second"] for r in found.runs(name)), ",.0f")),
         words=2,
     )
@@ -123,7 +122,7 @@ def rows(results: Results) -> str:
 def curve(results: Results) -> str:
     """The difference from D along the way, and what it is held against."""
     limits = {share: margin_at(results, results["training"]["seeds"], share) for share in TENTHS}
-    last = ["three standard errors", *("" if limit is None else f"± {limit:.4f}" for limit in limits.values())]
+    known = ["" if limit is None else f"± {limit:.4f}" for limit in limits.values()]
     return table(
         names(results, REFERENCE),
         ("row", "".__add__),
@@ -131,7 +130,7 @@ def curve(results: Results) -> str:
             TENTHS, lambda share: f"{100 * share:.0f} % of the tokens",
             ("", lambda share, name: several(apart_at(results, name, share))),
         ),
-        last=last,
+        last=["three standard errors", *known] if any(known) else None,
     )  # fmt: skip
 
 
@@ -157,14 +156,14 @@ def tasks(results: Results) -> str:
     return made + f"\nQuestions: {counts}. The standard error of a share is at most {errors} points.\n"
 
 
-def late(results: Results, name: str, key: str) -> float | None:
-    """The mean of a row's gauge over the last quarter of its runs."""
+def seen(results: Results, name: str, key: str, begin: float = 0.75, end: float = 1.0) -> float | None:
+    """The mean of a row's gauge over a stretch of its runs; the last quarter, if no other is asked for."""
     values = [
         value
         for run in runs_of(results, row=name)
         if "gauges" in run
-        for value in run["gauges"][key][3 * len(run["gauges"][key]) // 4 :]
-        if value is not None
+        for step, value in zip(run["gauges"]["step"], run["gauges"][key], strict=True)
+        if begin * run["steps"] < step <= end * run["steps"] and value is not None
     ]
     return statistics.fmean(values) if values else None
 
@@ -186,10 +185,10 @@ def gauges(results: Results) -> str:
     return table(
         kept,
         ("row", "".__add__),
-        ("descent quality", lambda name: late(results, name, "edq"), ".4f"),
-        ("updates lost", lambda name: late(results, name, "lost"), percent),
-        ("not to be seen at once", lambda name: late(results, name, "visible_lost"), percent),
-        ("RMS", lambda name: late(results, name, "rms"), ".3f"),
+        ("[descent quality](../gauges.md)", lambda name: seen(results, name, "edq"), ".4f"),
+        ("updates lost", lambda name: seen(results, name, "lost"), percent),
+        ("not visible at once", lambda name: seen(results, name, "visible_lost"), percent),
+        ("RMS_t", lambda name: seen(results, name, "rms"), ".3f"),
         ("warned of", warned),
         ("loss − D", lambda name: "–" if name == REFERENCE else several(beside(results).apart(name))),
         words="lrrrrlr",
@@ -261,12 +260,17 @@ def origin(results: Results) -> str:
         "{commands}: {sizes}, vocabulary {data[vocabulary]:,}, {training[steps]:,} steps of {tokens:,} tokens, "
         "learning rate up to {rates} after {training[warmup]} steps, a cosine to {training[final]:g} of it, β2 "
         "{training[beta2]:g}, weight decay {training[weight_decay]:g}, gradients' norm at most {training[clip]:g}; "
-        "{where}. {left}",
+        "{where}.",
         commands=" and ".join(f"`{command}`" for command in (results["command"], *results.get("resumed", ()))),
         sizes=sizes(results), rates=" or ".join(f"{lr:g}" for lr in sorted(results["training"]["lr"])),
         where=", ".join([machine(results), *peers]) + others,
-        left=left_out(results, lambda run: f"{run['row']} with seed {run['seed']}"),
     )  # fmt: skip
+
+
+def _points(results: Results, name: str, task: str) -> float:
+    """Right answers of the reference minus those of a row, in hundredths of all, over the seeds of both."""
+    mine, its = ([r["tasks"][task]["right"] for r in runs_of(results, row=n)] for n in (name, REFERENCE))
+    return 100 * (statistics.fmean(its) - statistics.fmean(mine))
 
 
 @at_the_rate
@@ -285,11 +289,14 @@ def facts(results: Results) -> dict[str, str]:
         key = place_of(name)
         named[f"bytes_{key}"] = mean_of((run["bytes"]["total"] for run in found.runs(name)), ".2f")
         named[f"loss_{key}"] = mean_of((run["validation_loss"] for run in found.runs(name)), ".4f")
-        if (quality := late(results, name, "edq")) is not None:
+        if (quality := seen(results, name, "edq")) is not None:
             named[f"edq_{key}"] = f"{quality:.3f}"
-            named[f"lost_{key}"] = percent(late(results, name, "lost"))
+            named[f"lost_{key}"] = percent(seen(results, name, "lost"))
+            named[f"lost_early_{key}"] = percent(seen(results, name, "lost", 0.1, 0.2))
         if name != REFERENCE and found.apart(name):
             named[f"apart_{key}"] = several(found.apart(name))
+            named[f"widest_{key}"] = f"{max((d for line in _lines(results, name) for _, d in line), key=abs):+.2f}"
+            named[f"brackets_{key}"] = f"{_points(results, name, 'brackets'):.1f}"
             named[f"verdict_{key}"] = verdict(results, name)
     return named
 

@@ -1,4 +1,4 @@
-"""Prepared tokens in compressed parts, for a machine that a gigabyte does not fit through the door of at once.
+"""Prepared tokens in compressed parts, for a machine to which a gigabyte cannot be copied at once.
 
     python -m studies.at_scale.parts runs/tokens --out runs/parts
 

@@ -7,20 +7,21 @@
     python -m studies.at_scale.parts runs/tokens --text runs/text/text.json --out runs/parts
 
 `PACKAGES` are archives as a registry serves them, `.deb`, `.whl`, `.zip` and `.tar.*`, or folders of them. An
-archive is a package, and the archives that it carries are read too, those in them not. Of a package's several files
-the newest counts. `debian.txt` and `python.txt` beside this file name the packages of the committed results.
+archive is a package. Archives in it are read too, archives in those are not. Of a package's several files the
+newest counts. `debian.txt` and `python.txt` beside this file name the packages of the committed results. Prepared
+from them twice, the tokens had the same fingerprint.
 
 What is read: sources and documentation by their endings, HTML without its tags. What is no text for people is left
 out: over a megabyte or under 200 bytes, lines as long as minified code or embedded data have, tables of numbers.
 
 Packages carry copies of one another, often with lines changed. Lines are compared without the blanks around them,
 and a line of three characters or fewer is not counted. Where `WINDOW` counted lines in a row have been seen
-before, in any package, they are left out; of a file that loses more than half, all of it. Those held out come last,
-so that it is they that lose what they share with the training text. A package gives a tenth of all bytes at most,
-before files are drawn for the text's size.
+before, in any package, they are left out; of a file that loses more than half, all of it. Held-out packages are
+compared last, so that what they share with the training text is left out of them. A package gives a tenth of all
+bytes at most, before files are drawn for the text's size.
 
-Files are named by a hash: their order is a shuffle, and each stretch of the tokens a sample of all packages. The
-names of packages and what became of them is in `text.json`.
+Files are named by a hash: their order is a shuffle, and each stretch of the tokens a sample of all packages.
+`text.json` lists the packages, and what was kept of each.
 """
 
 from __future__ import annotations
