@@ -24,6 +24,7 @@ from studies.shared.readings import Beside
 from studies.shared.tables import (
     Results,
     fill_in,
+    left_out,
     machine,
     mean_of,
     per,
@@ -37,6 +38,7 @@ from studies.shared.tables import (
 )
 
 TENTHS = (0.1, 0.25, 0.5, 0.75, 1.0)  # of the tokens, in the table of the curve
+SETTLED = 0.29  # of the steps: by then the first, large differences are over
 CLOSE = 0.02  # nats up to which the picture's scale is linear, and logarithmic beyond
 STYLES = (
     Line("", "series-1"), Line("", "series-2", (4, 1)), Line("", "series-3", (1, 1)),
@@ -260,8 +262,9 @@ def origin(results: Results) -> str:
         "{commands}: {sizes}, vocabulary {data[vocabulary]:,}, {training[steps]:,} steps of {tokens:,} tokens, "
         "learning rate up to {rates} after {training[warmup]} steps, a cosine to {training[final]:g} of it, β2 "
         "{training[beta2]:g}, weight decay {training[weight_decay]:g}, gradients' norm at most {training[clip]:g}; "
-        "{where}.",
+        "{where}. {left}",
         commands=" and ".join(f"`{command}`" for command in (results["command"], *results.get("resumed", ()))),
+        left=left_out(results, lambda run: f"{run['row']} with seed {run['seed']}"),
         sizes=sizes(results), rates=" or ".join(f"{lr:g}" for lr in sorted(results["training"]["lr"])),
         where=", ".join([machine(results), *peers]) + others,
     )  # fmt: skip
@@ -269,7 +272,10 @@ def origin(results: Results) -> str:
 
 def _points(results: Results, name: str, task: str) -> float:
     """Right answers of the reference minus those of a row, in hundredths of all, over the seeds of both."""
-    mine, its = ([r["tasks"][task]["right"] for r in runs_of(results, row=n)] for n in (name, REFERENCE))
+    mine, its = (
+        [run["tasks"][task]["right"] for run in runs_of(results, row=row) if "tasks" in run]
+        for row in (name, REFERENCE)
+    )
     return 100 * (statistics.fmean(its) - statistics.fmean(mine))
 
 
@@ -296,6 +302,13 @@ def facts(results: Results) -> dict[str, str]:
         if name != REFERENCE and found.apart(name):
             named[f"apart_{key}"] = several(found.apart(name))
             named[f"widest_{key}"] = f"{max((d for line in _lines(results, name) for _, d in line), key=abs):+.2f}"
+            later = [
+                abs(apart)
+                for line in _lines(results, name)
+                for at, apart in line
+                if at > SETTLED * training["steps"]
+            ]
+            named[f"settled_{key}"] = f"{max(later):.3f}"
             named[f"brackets_{key}"] = f"{_points(results, name, 'brackets'):.1f}"
             named[f"verdict_{key}"] = verdict(results, name)
     return named

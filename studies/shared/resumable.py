@@ -45,6 +45,7 @@ class Study:
         """
         self._out, self.about = out, about
         self.runs: list[Result] = []
+        self._before: list[dict[str, Any]] = []  # what an earlier call left, perhaps not asked for now
         if resume and out.exists():
             self._take(json.loads(out.read_text()), grows, {*grows, "device"} if any_device else set(grows))
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -66,6 +67,7 @@ class Study:
             commands = dict.fromkeys((found["command"], *found.get("resumed", ()), self.about["command"]))
             self.about["command"], *self.about["resumed"] = commands
         self.runs = [run for run in found["runs"] if "failed" not in run]
+        self._before = found["unfinished"]
 
     def of(self, task: Any) -> Result | None:
         """What a run found, if it has been made."""
@@ -83,7 +85,10 @@ class Study:
 
     def write(self, left: Sequence[Any]) -> None:
         """Written aside, then renamed: who is ended in the middle leaves the last whole file."""
-        results = self.about | {"runs": self.runs, "unfinished": [asdict(task) for task in left]}
+        asked = [asdict(task) for task in left]
+        made = [run.items() for run in self.runs]
+        before = [task for task in self._before if task not in asked and not any(task.items() <= of for of in made)]
+        results = self.about | {"runs": self.runs, "unfinished": asked + before}
         aside = self._out.with_suffix(".tmp")
         aside.write_text(json.dumps(options.rounded(results), separators=(",", ":")) + "\n")
         os.replace(aside, self._out)

@@ -213,7 +213,7 @@ def test_the_page_names_runs_of_another_device() -> None:
     committed = json.loads((Path(run.__file__).parent / "results" / "at_scale_gpt2.json").read_text())
     assert "; on " not in page.origin(committed)
     elsewhere = {**committed["runs"][0], "device": "NVIDIA X"}
-    said = f"; on NVIDIA X: {elsewhere['row']} with seed {elsewhere['seed']}."
+    said = f"; on NVIDIA X: {elsewhere['row']} with seed {elsewhere['seed']}. "
     assert said in page.origin(committed | {"runs": [elsewhere, *committed["runs"][1:]]})
 
 

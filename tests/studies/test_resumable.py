@@ -3,7 +3,7 @@
 import json
 import os
 import signal
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,14 @@ def test_the_command_is_the_last_that_makes_all_of_it(later: str, kept: list[str
         Study(out, about() | {"command": later}, resume=True).make(TASKS, squared, NEVER)
     found = json.loads(out.read_text())
     assert [found["command"], *found.get("resumed", ())] == kept
+
+
+def test_what_an_earlier_call_left_is_left_until_it_is_made(tmp_path: Path) -> None:
+    out = tmp_path / "x.json"
+    Study(out, about(), resume=False).make(TASKS[:3], squared, -1.0)
+    for asked, left in ((TASKS[:1], TASKS[1:3]), (TASKS[1:2], TASKS[2:3]), (TASKS[2:3], [])):
+        Study(out, about(), resume=True).make(asked, squared, NEVER)
+        assert json.loads(out.read_text())["unfinished"] == [asdict(task) for task in left]
 
 
 def test_what_may_grow_grows(tmp_path: Path) -> None:
