@@ -5,7 +5,8 @@ and windows. All tables of losses but `rates` are of the learning rate at which 
 0. What chance makes of such a difference is pooled over all rows: the standard deviation of a row's
 differences about their mean, with as many degrees of freedom as there are rows times seeds but one. A mean is
 "apart" beyond three standard errors of it (`shared/readings.py`), "within" otherwise; nothing is said where the
-pooled deviation has fewer than `readings.FREE` degrees of freedom.
+pooled deviation has fewer than `readings.FREE` degrees of freedom. A run that ends more than `STUCK` nats above the
+reference stands in a row of its own: in a mean, or in what chance makes, it would hide all others.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from studies.shared.tables import (
 
 TENTHS = (0.1, 0.25, 0.5, 0.75, 1.0)  # of the tokens, in the table of the curve
 SETTLED = 0.29  # of the steps: by then the first, large differences are over
+STUCK = 1.0  # nats above the reference
 CLOSE = 0.02  # nats up to which the picture's scale is linear, and logarithmic beyond
 STYLES = (
     Line("", "series-1"), Line("", "series-2", (4, 1)), Line("", "series-3", (1, 1)),
@@ -47,14 +49,28 @@ STYLES = (
 
 
 def at_the_rate(make: Callable[[Results], Any]) -> Callable[[Results], Any]:
-    """`make`, given the runs at the reference's best learning rate only."""
+    """`make`, given the runs at the reference's best learning rate; those that got stuck have rows of their own."""
 
     @functools.wraps(make)
     def made(results: Results) -> Any:
         rate = best_rate(results)
-        return make(results | {"runs": [run for run in results["runs"] if run["lr"] == rate]})
+        return make(_with_stuck(results | {"runs": [run for run in results["runs"] if run["lr"] == rate]}))
 
     return made
+
+
+def _with_stuck(results: Results) -> Results:
+    found, rows, runs = beside(results), [], []
+    for row in results["rows"]:
+        rows.append(row)
+        for run in found.runs(row["name"]):
+            mine = results | {"runs": [run, *found.runs(REFERENCE)]}
+            stuck = row["name"] != REFERENCE and max(beside(mine).apart(row["name"]), default=0.0) > STUCK
+            name = f"{row['name']}, seed {run['seed']}" if stuck else row["name"]
+            runs.append(run | {"row": name})
+            if stuck:
+                rows.append(row | {"name": name, "family": "stuck"})
+    return results | {"rows": rows, "runs": runs}
 
 
 def beside(results: Results) -> Beside:
@@ -311,6 +327,15 @@ def facts(results: Results) -> dict[str, str]:
             named[f"settled_{key}"] = f"{max(later):.3f}"
             named[f"brackets_{key}"] = f"{_points(results, name, 'brackets'):.1f}"
             named[f"verdict_{key}"] = verdict(results, name)
+    for row in (row for row in results["rows"] if row["family"] == "stuck"):
+        turn, lowest = min(runs_of(results, row=row["name"])[0]["curve"], key=lambda point: point[1])
+        named |= {"turn": f"{turn:,}", "turn_loss": f"{lowest:.1f}"}
+        whose = (row["name"], row["name"].partition(",")[0])
+        for run in (run for name in whose for run in runs_of(results, row=name) if "gauges" in run):
+            last = max(i for i, step in enumerate(run["gauges"]["step"]) if step <= turn)
+            key = place_of(run["row"])
+            named[f"turn_edq_{key}"] = f"{run['gauges']['edq'][last]:.3f}"
+            named[f"turn_lost_{key}"] = percent(run["gauges"]["lost"][last])
     return named
 
 

@@ -15,7 +15,7 @@ from studies.fit.compared import DEFAULT, SAME, Cell, Row, cells, counts, fits, 
 from studies.fit.rows import BYTES, REFERENCE, by_bytes
 from studies.shared import pictures
 from studies.shared.pictures import COLORS, INK, MUTED
-from studies.shared.tables import Results, fill_in, machine, markdown, several, span, table
+from studies.shared.tables import Results, fill_in, left_out, machine, markdown, several, span, table
 
 SAVED = 0.5  # bytes a parameter that are asked for
 
@@ -152,7 +152,6 @@ def origin(results: Results) -> str:
     """What was run, on what."""
     made = fits(results)
     sizes = ", ".join(f"{model} {count:,}" for model, count in {f["model"]: f["parameters"] for f in made}.items())
-    left = len(results["unfinished"])
     return fill_in(
         results,
         "`{command}`: parameters: {sizes}; {training[steps]} steps of {training[batch]} windows of "
@@ -161,7 +160,7 @@ def origin(results: Results) -> str:
         "{training[weight_decay]:g}, gradients' norm at most {training[clip]:g}, replays of {replays} steps; "
         "{machine}. {left}",
         sizes=sizes, machine=machine(results), replays=span([f["replay_steps"] for f in made]),
-        left=f"{left} runs were left out for want of time." if left else "All runs were made.",
+        left=left_out(results),
     )  # fmt: skip
 
 

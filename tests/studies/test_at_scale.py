@@ -206,6 +206,7 @@ def test_rows_are_compared_at_the_references_rate_and_others_in_the_table_of_rat
     assert [line.split(" | ")[3:6] for line in lines[2:4]] == [
         ["2", "2.5500", "–"], ["2", "2.7375", "+0.1875 (+0.1250 … +0.2500)"],
     ]  # fmt: skip
+    assert [line.split(" | ")[:1] for line in lines[4:]] == [["| B, seed 0"]]  # it got stuck
     assert page.rates(results).splitlines()[2:] == ["| 1 | 3.0000 | +0.2500 |", "| 2 | 2.5000 | +0.1250 |"]
 
 

@@ -93,7 +93,7 @@ def test_what_was_left_out_is_told() -> None:
     results = {"runs": RUNS, "unfinished": [{}]}
     assert tables.left_out({"runs": [], "unfinished": []}) == "All runs were made."
     told = tables.left_out(results, lambda run: run["row"])
-    assert told == "1 runs were left out for want of time. A failed: no memory."
+    assert told == "1 run was left out for want of time. A failed: no memory."
     machine = {"environment": {"device": "H200", "torch": "2.11.0+cu130"}}
     assert tables.machine(machine) == "H200, torch 2.11.0"
 
