@@ -110,6 +110,8 @@ def test_a_conv1d_is_the_linear_layer_of_the_transposed_weight() -> None:
             one(torch.linspace(-1, 1, 80).view(5, 16)).square().sum().backward()
         assert torch.equal(layer.weight.grad, wanted.weight.grad.t())
         assert torch.equal(layer.bias.grad, wanted.bias.grad)
+        (gradient,) = torch.autograd.grad(layer(torch.ones(5, 16)).sum(), layer.weight)
+        assert gradient.is_contiguous()  # autograd would copy another
         assert "nf=24, nx=16, plan=" in repr(layer)
         report.undo()
         assert type(layer) is Conv1D

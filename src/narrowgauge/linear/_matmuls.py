@@ -164,12 +164,13 @@ class Matmuls:
             return torch.mm(self.matrix("grad_output"), self.matrix("weight"))
         return self._product(codes, None)
 
-    def grad_weight(self) -> Tensor:
-        """Gᵀ X."""
+    def grad_weight(self, turned: bool) -> Tensor:
+        """Gᵀ X, contiguous; if turned its transpose Xᵀ G."""
         codes = self.schedule.operands["grad_weight"]
         if codes is None:
-            return torch.mm(self.matrix("grad_output").t(), self.matrix("input"))
-        return self._product(codes, None)
+            g, x = self.matrix("grad_output"), self.matrix("input")
+            return torch.mm(x.t(), g) if turned else torch.mm(g.t(), x)
+        return self._product((codes[1], codes[0]) if turned else codes, None)
 
     def grad_bias(self) -> Tensor:
         """The column sums of G. Call it after the other gradients, which may have computed them."""

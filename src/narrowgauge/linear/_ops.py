@@ -450,9 +450,9 @@ def _maxima(x: Tensor, format: Format, most: int = _PARTS) -> Tensor:
     """The bits of the absmax of parts of x, `most` at most, int32 (parts,), in operations that a compiler joins.
 
     That of each row comes first, so that a norm's kernel can find it, and then that of some rows, in one more
-    launch.
+    launch. Rows are those of memory: across them it would take another.
     """
-    rows = largest_magnitude(_stored(x), "row", format)
+    rows = largest_magnitude(_stored(x if x.is_contiguous() else x.t()), "row", format)
     return rows.reshape(math.gcd(len(rows), most), -1).amax(1).view(torch.int32)
 
 
@@ -503,7 +503,7 @@ def _plainly(field: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
             return None
         if average is None and x.numel() <= _FEW:
             return _complete(lambda x, *rest: _plain_tensor(x, *rest[:-1]))(x, format, straight, transposed)
-        maxima = _maxima(x if x.is_contiguous() else x.t(), format)
+        maxima = _maxima(x, format)
         return quantize_tensor(*args, **named, maxima=maxima)
     return None
 
