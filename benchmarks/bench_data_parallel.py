@@ -180,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--model", default="gpt2-medium", help="preset of a causal model")
     parser.add_argument("--batch", type=int, default=8, help="windows of each process")
     parser.add_argument("--sequence", type=int, default=1024)
-    parser.add_argument("--vocabulary", type=int, default=50257, help="GPT-2's, if nothing else is said")
+    parser.add_argument("--vocabulary", type=int, default=50304, help="GPT-2's, and 47 that fill it up")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--compile", action="store_true", help="compile each block")
     parser.add_argument("--only", help="comma-separated parts of names of rows")
@@ -190,8 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     ranks, first = dist.get_world_size(), dist.get_rank() == 0
     results: dict[str, Any] = {
-        "command": f"torchrun --nproc-per-node {ranks} benchmarks/bench_data_parallel.py --model {args.model}"
-        + " --compile" * args.compile,
+        "command": f"torchrun --nproc-per-node {ranks} benchmarks/bench_data_parallel.py --model {args.model} "
+        f"--vocabulary {args.vocabulary}" + " --compile" * args.compile,
         "device": torch.cuda.get_device_name(device) if cuda else platform.processor(), "torch": torch.__version__,
         "ranks": ranks, "model": args.model, "batch": args.batch * ranks, "sequence": args.sequence,
         "bus_bytes_per_second": bandwidth(device, args.repeats), "rows": {},
