@@ -180,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--model", default="gpt2-medium", help="preset of a causal model")
     parser.add_argument("--batch", type=int, default=8, help="windows of each process")
     parser.add_argument("--sequence", type=int, default=1024)
-    parser.add_argument("--vocabulary", type=int, default=50304, help="GPT-2's, and 47 that fill it up")
+    parser.add_argument("--vocabulary", type=int, default=50304, help="GPT-2's 50,257, padded to a multiple of 64")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--compile", action="store_true", help="compile each block")
     parser.add_argument("--only", help="comma-separated parts of names of rows")

@@ -5,8 +5,8 @@ and windows. All tables of losses but `rates` are of the learning rate at which 
 0. What chance makes of such a difference is pooled over all rows: the standard deviation of a row's
 differences about their mean, with as many degrees of freedom as there are rows times seeds but one. A mean is
 "apart" beyond three standard errors of it (`shared/readings.py`), "within" otherwise; nothing is said where the
-pooled deviation has fewer than `readings.FREE` degrees of freedom. A run that ends more than `STUCK` nats above the
-reference stands in a row of its own: in a mean, or in what chance makes, it would hide all others.
+pooled deviation has fewer than `readings.FREE` degrees of freedom. Where a run ends more than `STUCK` nats above
+the reference, each run of its row gets a row of its own: it would dominate the mean and the pooled deviation.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ from studies.shared.tables import (
 )
 
 TENTHS = (0.1, 0.25, 0.5, 0.75, 1.0)  # of the tokens, in the table of the curve
-SETTLED = 0.29  # of the steps: by then the first, large differences are over
+SETTLED = 0.29  # share of the steps after which, in these runs, the rows that train stay close to the reference
 STUCK = 1.0  # nats above the reference
+AFTER = (0, 100, 200, 600, 1000)  # steps from the lowest training loss of a run that got stuck
 CLOSE = 0.02  # nats up to which the picture's scale is linear, and logarithmic beyond
 STYLES = (
     Line("", "series-1"), Line("", "series-2", (4, 1)), Line("", "series-3", (1, 1)),
@@ -49,7 +50,7 @@ STYLES = (
 
 
 def at_the_rate(make: Callable[[Results], Any]) -> Callable[[Results], Any]:
-    """`make`, given the runs at the reference's best learning rate; those that got stuck have rows of their own."""
+    """`make`, given the runs at the reference's best learning rate; `_with_stuck` says in which rows."""
 
     @functools.wraps(make)
     def made(results: Results) -> Any:
@@ -60,16 +61,17 @@ def at_the_rate(make: Callable[[Results], Any]) -> Callable[[Results], Any]:
 
 
 def _with_stuck(results: Results) -> Results:
+    """Rows of which a run got stuck, replaced by a row for each of their runs."""
     found, rows, runs = beside(results), [], []
     for row in results["rows"]:
-        rows.append(row)
-        for run in found.runs(row["name"]):
-            mine = results | {"runs": [run, *found.runs(REFERENCE)]}
-            stuck = row["name"] != REFERENCE and max(beside(mine).apart(row["name"]), default=0.0) > STUCK
-            name = f"{row['name']}, seed {run['seed']}" if stuck else row["name"]
-            runs.append(run | {"row": name})
-            if stuck:
-                rows.append(row | {"name": name, "family": "stuck"})
+        mine = found.runs(row["name"])
+        if row["name"] == REFERENCE or max(found.apart(row["name"]), default=0.0) <= STUCK:
+            rows.append(row)
+            runs += mine
+        else:
+            names = [f"{row['name']}, seed {run['seed']}" for run in mine]
+            rows += [row | {"name": name, "of": row["name"], "family": ""} for name in names]
+            runs += [run | {"row": name} for run, name in zip(mine, names, strict=True)]
     return results | {"rows": rows, "runs": runs}
 
 
@@ -213,6 +215,47 @@ def gauges(results: Results) -> str:
     )
 
 
+def _stuck(results: Results) -> list[Results]:
+    """The runs that got stuck."""
+    found = beside(results)
+    return [
+        run
+        for row in results["rows"]
+        if "of" in row and max(found.apart(row["name"]), default=0.0) > STUCK
+        for run in found.runs(row["name"])
+    ]
+
+
+def _turn(run: Results) -> tuple[int, float]:
+    """The step of the lowest training loss, and that."""
+    step, loss = min(run["curve"], key=lambda point: point[1])
+    return step, loss
+
+
+@at_the_rate
+def turns(results: Results) -> str:
+    """A run that got stuck and its row's other runs, around the step from which its training loss rises."""
+    lines: dict[tuple[int, str], tuple[float, ...]] = {}
+    for stuck in _stuck(results):
+        of = {row["name"]: row.get("of") for row in results["rows"]}
+        for step in (_turn(stuck)[0] + after for after in AFTER):
+            for run in (run for run in results["runs"] if of[run["row"]] == of[stuck["row"]] and "gauges" in run):
+                losses, gauges = dict(map(tuple, run["curve"])), run["gauges"]
+                if step in losses and step in gauges["step"]:
+                    at = gauges["step"].index(step)
+                    lines[step, run["row"]] = losses[step], *(gauges[key][at] for key in ("lost", "edq", "rms"))
+    return table(
+        lines,
+        ("step", lambda line: line[0], ",d"),
+        ("run", lambda line: line[1]),
+        ("training loss", lambda line: lines[line][0], ".2f"),
+        ("updates lost", lambda line: percent(lines[line][1])),
+        ("descent quality", lambda line: lines[line][2], ".4f"),
+        ("RMS_t", lambda line: lines[line][3], ".2f"),
+        words="rlrrrr",
+    )
+
+
 def rates(results: Results) -> str:
     """The reference by learning rate, with seed 0; beside it rows that were run at another rate than its best."""
     found = {run["lr"]: run for run in runs_of(results, row=REFERENCE, seed=0)}
@@ -305,8 +348,7 @@ def facts(results: Results) -> dict[str, str]:
         "tokens": f"{training['steps'] * training['batch'] * training['sequence']:,}",
     }  # fmt: skip
     losses = [run["validation_loss"] for run in found.runs(REFERENCE) if not run["diverged"]]
-    if len(losses) > 1:
-        named["spread"] = f"{statistics.stdev(losses):.4f}"
+    named["own"] = f"{max(losses) - min(losses):.4f}"
     for name in names(results):
         key = place_of(name)
         named[f"bytes_{key}"] = mean_of((run["bytes"]["total"] for run in found.runs(name)), ".2f")
@@ -327,15 +369,9 @@ def facts(results: Results) -> dict[str, str]:
             named[f"settled_{key}"] = f"{max(later):.3f}"
             named[f"brackets_{key}"] = f"{_points(results, name, 'brackets'):.1f}"
             named[f"verdict_{key}"] = verdict(results, name)
-    for row in (row for row in results["rows"] if row["family"] == "stuck"):
-        turn, lowest = min(runs_of(results, row=row["name"])[0]["curve"], key=lambda point: point[1])
-        named |= {"turn": f"{turn:,}", "turn_loss": f"{lowest:.1f}"}
-        whose = (row["name"], row["name"].partition(",")[0])
-        for run in (run for name in whose for run in runs_of(results, row=name) if "gauges" in run):
-            last = max(i for i, step in enumerate(run["gauges"]["step"]) if step <= turn)
-            key = place_of(run["row"])
-            named[f"turn_edq_{key}"] = f"{run['gauges']['edq'][last]:.3f}"
-            named[f"turn_lost_{key}"] = percent(run["gauges"]["lost"][last])
+            named[f"range_{key}"] = f"{max(found.apart(name)) - min(found.apart(name)):.4f}"
+    for stuck in _stuck(results):
+        named |= {"turn": f"{_turn(stuck)[0]:,}", "turn_loss": f"{_turn(stuck)[1]:.1f}"}
     return named
 
 
@@ -374,6 +410,7 @@ def _lines(results: Results, name: str) -> list[list[tuple[int, float]]]:
 
 
 TABLES: dict[str, Any] = {
-    "origin": origin, "rows": rows, "curve": curve, "tasks": tasks, "gauges": gauges, "rates": rates, "text": text,
+    "origin": origin, "rows": rows, "curve": curve, "tasks": tasks, "gauges": gauges, "turns": turns,
+    "rates": rates, "text": text,
 }  # fmt: skip
 PICTURES = {"": differences}

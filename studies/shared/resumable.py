@@ -45,7 +45,7 @@ class Study:
         """
         self._out, self.about = out, about
         self.runs: list[Result] = []
-        self._before: list[dict[str, Any]] = []  # what an earlier call left, perhaps not asked for now
+        self._before: list[dict[str, Any]] = []  # tasks that an earlier call left
         if resume and out.exists():
             self._take(json.loads(out.read_text()), grows, {*grows, "device"} if any_device else set(grows))
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -50,7 +50,7 @@ def numbers(run: Callable[[Tensor], Tensor], layer: nn.Module, x: Tensor) -> lis
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "launched", "turned"),
+    ("name", "dtype", "launched", "transposed"),
     [
         ("SWITCHBACK", torch.float32, 5, False),
         pytest.param("SWITCHBACK_M", torch.bfloat16, 5, False, marks=pytest.mark.slow),
@@ -60,12 +60,12 @@ def numbers(run: Callable[[Tensor], Tensor], layer: nn.Module, x: Tensor) -> lis
     ],
 )
 def test_a_graph_has_kernels_and_gives_the_numbers_of_eager_ones(
-    name: str, dtype: torch.dtype, launched: int, turned: bool, kernels: str
+    name: str, dtype: torch.dtype, launched: int, transposed: bool, kernels: str
 ) -> None:
-    """With a weight that lies transposed, as GPT-2's do, too."""
+    """Also with a weight that is stored transposed, as GPT-2's are."""
     torch.compiler.reset()
     layer = LowPrecisionLinear(32, 48, plan=PLANS[name], device=kernels, dtype=dtype)
-    if turned:
+    if transposed:
         layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
     x = torch.randn(2, 8, 32, device=kernels, dtype=dtype)
     wanted, traced = numbers(layer, layer, x), Traced()

@@ -206,8 +206,25 @@ def test_rows_are_compared_at_the_references_rate_and_others_in_the_table_of_rat
     assert [line.split(" | ")[3:6] for line in lines[2:4]] == [
         ["2", "2.5500", "–"], ["2", "2.7375", "+0.1875 (+0.1250 … +0.2500)"],
     ]  # fmt: skip
-    assert [line.split(" | ")[:1] for line in lines[4:]] == [["| B, seed 0"]]  # it got stuck
     assert page.rates(results).splitlines()[2:] == ["| 1 | 3.0000 | +0.2500 |", "| 2 | 2.5000 | +0.1250 |"]
+
+
+def test_runs_of_a_row_of_which_one_got_stuck_have_rows_of_their_own() -> None:
+    names, steps = ("lost", "edq", "rms"), range(0, 1000, 50)
+    seen = {"gauges": {"step": list(steps), **{name: [0.5] * len(steps) for name in names}}}
+    curves = [[[step, abs(step - turn)] for step in steps] for turn in (950, 500)]
+    results = {"rows": [{"name": name, "title": "what", "family": "ours"} for name in ("D", "A")], "runs": [
+        made("D", 1.0, 0, 2.5), made("D", 1.0, 1, 2.5),
+        *(made("A", 1.0, seed, loss) | {"curve": curves[seed]} | seen for seed, loss in ((0, 3.4), (1, 3.6))),
+    ]}  # fmt: skip
+    lines = page.rows(results).splitlines()[3:]
+    assert [line[:11] for line in lines] == ["| A, seed 0", "| A, seed 1"]
+    lines = page.turns(results).splitlines()[2:]
+    assert lines[:2] == [
+        "| 500 | A, seed 0 | 450.00 | 50.0 % | 0.5000 | 0.50 |",
+        "| 500 | A, seed 1 | 0.00 | 50.0 % | 0.5000 | 0.50 |",
+    ]  # fmt: skip
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| 600", "| 600", "| 700", "| 700"]  # 1,100 is not there
 
 
 def test_the_page_names_runs_of_another_device() -> None:

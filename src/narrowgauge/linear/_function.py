@@ -118,7 +118,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, plan: LinearPlan, averages: Tensor | None, wants: Wants
     ) -> Tensor:
         ctx.plan, ctx.averages, ctx.wants, ctx.leading = plan, averages, wants, x.shape[:-1]
-        ctx.turned = w.stride(0) < w.stride(1)
+        ctx.transposed = w.stride(0) < w.stride(1)
 
         def run() -> tuple[Tensor, list[Tensor]]:
             return _forward(plan, averages, _flat(x), w, bias, wants)
@@ -134,7 +134,7 @@ class _Linear(torch.autograd.Function):
 
         def run() -> tuple[Tensor | None, ...]:
             grad_x, grad_w, grad_bias = _backward(
-                ctx.plan, ctx.averages, ctx.turned, _flat(g), wants, ctx.saved_tensors
+                ctx.plan, ctx.averages, ctx.transposed, _flat(g), wants, ctx.saved_tensors
             )
             grad_x = None if grad_x is None else _unflat(grad_x, ctx.leading)
             return grad_x, grad_w, grad_bias
@@ -209,14 +209,14 @@ def _forward(
 
 
 def _backward(
-    plan: LinearPlan, averages: Tensor | None, turned: bool, g: Tensor, wants: Wants, saved: Sequence[Tensor]
+    plan: LinearPlan, averages: Tensor | None, transposed: bool, g: Tensor, wants: Wants, saved: Sequence[Tensor]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The requested gradients of input (tokens, in_features), weight and bias.
 
     Args:
         plan, averages, wants: as in `Matmuls`.
-        turned: whether the weight's transpose is contiguous, as in a `Conv1D`. Its gradient lies so, too: autograd
-            copies one that does not.
+        transposed: whether the weight is stored transposed, as in a `Conv1D`. Its gradient gets the same layout,
+            or autograd would copy it.
         g: (tokens, out_features), the gradient of the output.
         saved: the tensors that `_forward` returned.
     """
@@ -226,7 +226,7 @@ def _backward(
     def whole(g: Tensor, *saved: Tensor) -> list[Tensor]:
         matmuls = Matmuls(plan, averages, g.dtype, {"grad_output": g}, wants, run, saved)
         made = [matmuls.grad_input()] if wants[0] else []
-        made += [matmuls.grad_weight(turned)] if wants[1] else []
+        made += [matmuls.grad_weight(transposed)] if wants[1] else []
         made += [matmuls.grad_bias()] if wants[2] else []
         matmuls.move_averages()
         return made
@@ -235,11 +235,11 @@ def _backward(
         made: Sequence[Tensor] = whole(g, *saved)
     else:
         of = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in saved]
-        key = (plan, wants, turned, g.shape, g.stride(), g.dtype, g.device, *of)
+        key = (plan, wants, transposed, g.shape, g.stride(), g.dtype, g.device, *of)
         made = _replayed(key, whole, (g, *saved))
     gradients = iter(made)
     one, two, three = (next(gradients) if wanted else None for wanted in wants)
-    return one, two.t() if two is not None and turned else two, three
+    return one, two.t() if two is not None and transposed else two, three
 
 
 def _codes_of(x: Tensor) -> Tensor:

@@ -164,13 +164,13 @@ class Matmuls:
             return torch.mm(self.matrix("grad_output"), self.matrix("weight"))
         return self._product(codes, None)
 
-    def grad_weight(self, turned: bool) -> Tensor:
-        """Gᵀ X, contiguous; if turned its transpose Xᵀ G."""
+    def grad_weight(self, transposed: bool) -> Tensor:
+        """Gᵀ X, or, for a weight that is stored transposed, Xᵀ G; contiguous."""
         codes = self.schedule.operands["grad_weight"]
         if codes is None:
             g, x = self.matrix("grad_output"), self.matrix("input")
-            return torch.mm(x.t(), g) if turned else torch.mm(g.t(), x)
-        return self._product((codes[1], codes[0]) if turned else codes, None)
+            return torch.mm(x.t(), g) if transposed else torch.mm(g.t(), x)
+        return self._product((codes[1], codes[0]) if transposed else codes, None)
 
     def grad_bias(self) -> Tensor:
         """The column sums of G. Call it after the other gradients, which may have computed them."""

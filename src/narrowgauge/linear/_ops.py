@@ -449,8 +449,8 @@ def _stored(x: Tensor) -> Tensor:
 def _maxima(x: Tensor, format: Format, most: int = _PARTS) -> Tensor:
     """The bits of the absmax of parts of x, `most` at most, int32 (parts,), in operations that a compiler joins.
 
-    That of each row comes first, so that a norm's kernel can find it, and then that of some rows, in one more
-    launch. Rows are those of memory: across them it would take another.
+    First the absmax of each row, which a compiler joins to the kernel that writes x, then, in one more launch, that
+    of groups of rows. A row is contiguous in memory: of a transposed matrix it is a column.
     """
     rows = largest_magnitude(_stored(x if x.is_contiguous() else x.t()), "row", format)
     return rows.reshape(math.gcd(len(rows), most), -1).amax(1).view(torch.int32)
