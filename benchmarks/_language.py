@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from _script import MODES
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -160,9 +161,10 @@ def loss_of(model: nn.Module, how: str, backend: str = "inductor", mode: str = "
     Args:
         model: of `language_model`.
         how: ``"blocks"``: each is compiled, and the head with the loss; ``"model"``: all in one; ``"none"``.
-        backend, mode: of `torch.compile`.
+        backend: of `torch.compile`.
+        mode: of `MODES`.
     """
-    options: dict[str, Any] = {"backend": backend, "dynamic": False} | ({} if mode == "default" else {"mode": mode})
+    options: dict[str, Any] = {"backend": backend, "dynamic": False, **MODES[mode]}
     base, head = cast(Any, model).base_model, cast(Any, model).get_output_embeddings()
     last = _head_loss
     if how == "blocks":

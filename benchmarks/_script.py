@@ -14,6 +14,14 @@ import torch.distributed as dist
 from narrowgauge.cli._bench._shared import write_json
 from narrowgauge.cli._bench._timing import timed
 
+# What torch.compile is given by `--mode`. Kernels are launched from Python, replayed as CUDA graphs, or launched
+# from generated C++.
+MODES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "reduce-overhead": {"mode": "reduce-overhead"},
+    "cpp-wrapper": {"options": {"cpp_wrapper": True}},
+}
+
 
 def parser_for(doc: str | None) -> argparse.ArgumentParser:
     """A parser with what a script's docstring says as its help, and `--json`."""

@@ -40,7 +40,7 @@ from _clip import (
     swapped,
 )
 from _resume import resumed
-from _script import parser_for, save
+from _script import MODES, parser_for, save
 from _sides import compiled_graphs
 from torch import nn
 
@@ -106,10 +106,9 @@ def bench(
     optimizer = _optimizer(args.optimizer, model, device)
     batch = clip_batch(of, args.batch, device)
     if args.compile:
-        mode = {} if args.mode == "default" else {"mode": args.mode}
         torch._dynamo.config.recompile_limit = _GRAPHS
         for module in [model] if args.whole else blocks(model):
-            module.compile(backend=args.compile, dynamic=False, **mode)
+            module.compile(backend=args.compile, dynamic=False, **MODES[args.mode])
 
     def step(capturing: bool = False) -> None:
         if args.mode == "reduce-overhead":
@@ -237,8 +236,8 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--whole", action="store_true", help="compile the model instead of every block")
     parser.add_argument(
-        "--mode", choices=("default", "reduce-overhead"), default="default",
-        help="of inductor; reduce-overhead replays each block as a CUDA graph",
+        "--mode", choices=MODES, default="default",
+        help="of inductor: reduce-overhead replays each block as a CUDA graph, cpp-wrapper launches from C++",
     )  # fmt: skip
     parser.add_argument("--graph", action="store_true", help="time replays of a CUDA graph of a step, too")
     parser.add_argument("--batch", type=int, default=256, help="images and texts a step")

@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from _script import parser_for, save, slowest
+from _script import MODES, parser_for, save, slowest
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -107,7 +107,7 @@ def bandwidth(device: torch.device, repeats: int) -> float:
 
 
 def measured(
-    name: str, settings: TrainSettings, vocabulary: int, device: torch.device, repeats: int, compiled: bool
+    name: str, settings: TrainSettings, vocabulary: int, device: torch.device, repeats: int, mode: str | None
 ) -> dict[str, Any]:
     """One row."""
     changes, options = ROWS[name]
@@ -118,10 +118,10 @@ def measured(
     if name.endswith(TORCHS):
         fused: Any = torch.optim.AdamW(parts.model.parameters(), 1e-4, fused=True)
         parts = replace(parts, optimizer=fused)
-    if compiled:
+    if mode is not None:
         torch._dynamo.reset()
         for block in itertools.chain(*units(parts.model)):
-            block.forward = torch.compile(block.forward, dynamic=False)  # FSDP2's hooks stay outside
+            block.forward = torch.compile(block.forward, dynamic=False, **MODES[mode])  # FSDP2's hooks stay outside
     hook = None
     if options is not None:
         hook = compressed_allreduce_hook(**options)
@@ -182,7 +182,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=50304, help="GPT-2's 50,257, padded to a multiple of 64")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--compile", action="store_true", help="compile each block")
+    parser.add_argument(
+        "--compile", nargs="?", const="default", choices=("default", "cpp-wrapper"),
+        help="compile each block: launched from Python, or from C++",
+    )  # fmt: skip
     parser.add_argument("--only", help="comma-separated parts of names of rows")
     args = parser.parse_args(arguments)
     cuda = torch.cuda.is_available()
@@ -191,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     ranks, first = dist.get_world_size(), dist.get_rank() == 0
     results: dict[str, Any] = {
         "command": f"torchrun --nproc-per-node {ranks} benchmarks/bench_data_parallel.py --model {args.model} "
-        f"--vocabulary {args.vocabulary}" + " --compile" * args.compile,
+        f"--vocabulary {args.vocabulary}" + f" --compile {args.compile}" * (args.compile is not None),
         "device": torch.cuda.get_device_name(device) if cuda else platform.processor(), "torch": torch.__version__,
         "ranks": ranks, "model": args.model, "batch": args.batch * ranks, "sequence": args.sequence,
         "bus_bytes_per_second": bandwidth(device, args.repeats), "rows": {},

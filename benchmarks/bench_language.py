@@ -44,7 +44,7 @@ from _language import (
 from _layer_noise import INPUTS, noise
 from _pages import ROOT  # noqa: F401  studies are found from there
 from _resume import resumed
-from _script import command, parser_for, save
+from _script import MODES, command, parser_for, save
 from _sides import compiled_graphs, swapped
 from torch import nn
 
@@ -256,8 +256,8 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compile", choices=("blocks", "model", "none"), default="blocks", help="what at a time")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument(
-        "--mode", choices=("default", "reduce-overhead"), default="default",
-        help="of inductor; reduce-overhead replays what is compiled as CUDA graphs",
+        "--mode", choices=MODES, default="default",
+        help="of inductor: reduce-overhead replays what is compiled as CUDA graphs, cpp-wrapper launches from C++",
     )  # fmt: skip
     parser.add_argument("--tokens", type=int, default=8192, help="of a step")
     parser.add_argument("--warm-up", type=int, default=3, help="steps of each side before any is counted")
