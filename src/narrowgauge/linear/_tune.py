@@ -47,7 +47,8 @@ def tune(
 ) -> dict[str, dict[str, float]]:  # fmt: skip
     """Time every kernel for the multiplies of a layer and store the fastest in the user's cache folder.
 
-    Layers of untuned shapes take defaults, and measure nothing. A kernel with a wrong result is left out.
+    Layers of untuned shapes take defaults, and measure nothing. So does the gradient of a weight that is stored
+    transposed, as GPT-2's are. A kernel with a wrong result is left out.
 
     Args:
         tokens: rows of the input, batch times sequence.
