@@ -218,7 +218,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(text: Path, tmp_path: Path) -
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     told, _ = process.communicate()
-    assert process.returncode == 130
+    assert process.returncode == 130, told
     assert "the same command goes on from there" in told
     last = max(record["step"] for record in history(tmp_path))
     assert (tmp_path / "checkpoints" / f"step-{last:09d}").is_dir()

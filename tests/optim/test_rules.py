@@ -439,6 +439,24 @@ def test_the_8bit_names_have_the_states_that_they_should() -> None:
     assert {s.storage.name for s in optim.AdEMAMix8bit([p], states="8bit").plan_of(p).slots} == {"8bit"}
 
 
+@pytest.mark.parametrize("shape", [(8, 32), (32, 8)])
+def test_muon_scales_a_step_by_what_adjust_lr_fn_says(shape: tuple[int, int]) -> None:
+    """torch has ``"spectral_unclamped"`` from 2.14 on."""
+    rows, columns = shape
+    ratios = {
+        "original": max(1, rows / columns) ** 0.5, "match_rms_adamw": 0.2 * max(shape) ** 0.5,
+        "spectral_unclamped": (rows / columns) ** 0.5,
+    }  # fmt: skip
+    steps = {}
+    for name in ratios:
+        p = torch.nn.Parameter(torch.zeros(shape))
+        p.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        optim.Muon([p], lr=1.0, weight_decay=0.0, adjust_lr_fn=name).step()
+        steps[name] = p.detach() / ratios[name]
+    for step in steps.values():
+        assert torch.allclose(step, steps["original"], rtol=1e-6)
+
+
 def test_muon_makes_singular_values_alike() -> None:
     p = torch.nn.Parameter(torch.zeros(30, 20))
     optimizer = optim.Muon([p], lr=1.0, weight_decay=0.0)

@@ -35,7 +35,7 @@ class Muon(Rule):
         coefficients: of the quintic x -> a x + b x^3 + c x^5 that is applied to the singular values.
         steps: how often it is applied.
         eps: lower bound of the norm that the matrix is divided by.
-        ratio: ``"original"`` or ``"match_rms_adamw"``.
+        ratio: ``"original"``, ``"match_rms_adamw"`` or ``"spectral_unclamped"``.
     """
 
     coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
@@ -87,4 +87,4 @@ class Muon(Rule):
         rows, columns = shape
         if self.ratio == "match_rms_adamw":
             return 0.2 * math.sqrt(max(rows, columns))
-        return math.sqrt(max(1, rows / columns))
+        return math.sqrt(rows / columns if self.ratio == "spectral_unclamped" else max(1, rows / columns))

@@ -33,7 +33,7 @@ class Muon(NarrowOptimizer):
         eps: lower bound of the norm that a matrix is divided by.
         ns_steps: iterations, fewer than 100.
         adjust_lr_fn: ``"original"`` (also None) scales steps by sqrt(max(1, rows / columns)), ``"match_rms_adamw"``
-            by 0.2 sqrt(max(rows, columns)).
+            by 0.2 sqrt(max(rows, columns)), ``"spectral_unclamped"`` by sqrt(rows / columns).
         **options: the options of every optimizer; see `Options`. Slot: ``"m"``. ``arithmetic="strict"`` rounds
             what is elementwise; the orthogonalization is in bf16 with float32 accumulation in any case.
 
@@ -72,7 +72,7 @@ class Muon(NarrowOptimizer):
 
     def base_rule(self, group: Mapping[str, Any]) -> rules.Rule:
         coefficients, steps, ratio = (group[key] for key in ("ns_coefficients", "ns_steps", "adjust_lr_fn"))
-        if ratio not in (None, "original", "match_rms_adamw"):
+        if ratio not in (None, "original", "match_rms_adamw", "spectral_unclamped"):
             raise ValueError(f"Adjust learning rate function {ratio} is not supported")
         if not is_integer(steps) or not 0 <= steps < 100:
             raise ValueError(
