@@ -8,6 +8,8 @@ RUN    := $(BIN)/python -m
 ARGS   ?=
 OUT    ?= runs/compare
 JOBS   ?= 3
+# What is installed where there is none yet.
+TORCH  ?= torch<2.14
 # Compiled tests are kept beside them: rewriting their asserts takes each process ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
 # What test-quick leaves out are whole programs (the command line, trainings, studies, several processes) and long runs.
@@ -57,7 +59,8 @@ $(BIN)/python:
 # One stamp an extra; a changed pyproject.toml installs again.
 $(VENV)/.train $(VENV)/.test $(VENV)/.docs $(VENV)/.bench: $(VENV)/.%: pyproject.toml | $(BIN)/python
 	@echo 'installing torch and the rest into $(VENV): once, and minutes where torch has to be downloaded'
-	@$(RUN) pip install --quiet --disable-pip-version-check --editable '.[train,$*]'
+	@$(RUN) pip install --quiet --disable-pip-version-check --editable '.[train,$*]' \
+		$$($(BIN)/python -c 'import torch' 2>/dev/null || echo '$(TORCH)')
 	touch $@
 
 # timm and open_clip need torchvision, which does not load beside a torch without CUDA, and then keeps transformers from

@@ -114,8 +114,8 @@ def test_the_extras_and_versions_of_the_install_section_are_the_packages() -> No
     for text in (prose("docs/start.md"), prose("README.md")):
         assert "Python 3.11 to 3.13" in text
     assert project["requires-python"] == ">=3.11,<3.14"
-    assert "torch>=2.11,<2.14" in project["dependencies"]
-    assert "torch 2.11 to 2.13" in prose("docs/start.md")
+    assert "torch>=2.11,<2.15" in project["dependencies"]
+    assert "torch 2.11 to 2.14" in prose("docs/start.md")
 
 
 def test_the_choice_of_a_recipe_is_that_of_the_committed_results() -> None:
