@@ -8,7 +8,7 @@ RUN    := $(BIN)/python -m
 ARGS   ?=
 OUT    ?= runs/compare
 JOBS   ?= 3
-# What is installed where there is none yet.
+# The torch that is installed where there is none yet: the newest that CI runs.
 TORCH  ?= torch<2.14
 # Compiled tests are kept beside them: rewriting their asserts takes each process ten seconds.
 unexport PYTHONDONTWRITEBYTECODE

@@ -385,3 +385,35 @@ def test_measured_pages_begin_with_the_answer_that_their_results_give() -> None:
         assert said in answer
     assert base == "1.00"
     assert float(speedups("language_h100", "llama-1b")["SWITCHBACK e4m3, torch AdamW fused"]) < 1
+
+
+def test_no_line_begins_with_the_mark_of_a_figure() -> None:
+    """In Markdown a comment at the beginning of a line ends the paragraph, and the list that it is in."""
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        assert not re.search(r"^\s*<!--=", page.read_text(encoding="utf-8"), re.MULTILINE), page
+
+
+def test_decisions_are_listed_and_say_what_would_change_them() -> None:
+    folder = ROOT / "docs" / "decisions"
+    pages = {path.name for path in folder.glob("*.md")} - {"index.md"}
+    targets = re.findall(r"\]\(([^)#:\s]+)", (folder / "index.md").read_text())
+    assert sorted(target for target in targets if "/" not in target) == sorted(pages)
+    for name in pages:
+        text = (folder / name).read_text()
+        assert "**Question.**" in text, name
+        assert name == "known-limits.md" or "**What would change it.**" in text, name
+
+
+def test_what_contributing_names_is_there() -> None:
+    named = set(re.findall(r"`([\w./]+/[\w./]*)", (ROOT / "CONTRIBUTING.md").read_text())) - {"site/"}
+    assert [path for path in named if not (ROOT / path).exists()] == []
+    assert len(named) > 10
+
+
+def test_the_front_page_says_how_near_memory_plans_are() -> None:
+    rows = results("memory_h200")["rows"]
+    count, percent = len(rows), max(100 * abs(row["ratio"] - 1) for row in rows)
+    text = prose("README.md")
+    peak = f"The planned peak is within {math.ceil(percent)} % of the measured peak in all {count} configurations"
+    near = sum(abs(row["ratio"] - 1) <= 0.02 for row in rows)
+    assert f"{peak} measured on an H200, {near} of them within 2 %" in text

@@ -29,7 +29,6 @@ def test_a_page_is_what_its_results_say(page: Path) -> None:
     text = page.read_text()
     assert render.rendered(text) == text, "run: python -m studies.render"
     assert len(render.NUMBER.findall(text)) == text.count("<!--=")
-    assert not re.search("^ *<!--=", text, re.MULTILINE)  # Markdown would end the paragraph there
     assert len(render.SHOWN.findall(text)) == text.count("<!-- picture:")
     if page.parent == render.PAGES:
         assert len(render.TABLE.findall(text)) == text.count("<!-- table:")
