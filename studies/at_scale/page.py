@@ -329,21 +329,12 @@ def origin(results: Results) -> str:
     )  # fmt: skip
 
 
-def _points(results: Results, name: str, task: str) -> float:
-    """Right answers of the reference minus those of a row, in hundredths of all, over the seeds of both."""
-    mine, its = (
-        [run["tasks"][task]["right"] for run in runs_of(results, row=row) if "tasks" in run]
-        for row in (name, REFERENCE)
-    )
-    return 100 * (statistics.fmean(its) - statistics.fmean(mine))
-
-
 @at_the_rate
 def facts(results: Results) -> dict[str, str]:
     """Every number in the page's sentences."""
     training, found = results["training"], beside(results)
     named = {
-        "steps": f"{training['steps']:,}", "seeds": str(training["seeds"]), "rate": f"{best_rate(results):g}",
+        "steps": f"{training['steps']:,}", "rate": f"{best_rate(results):g}",
         "windows": f"{8 * training['windows']:,}", "fewer": f"{training['windows']:,}",
         "tokens": f"{training['steps'] * training['batch'] * training['sequence']:,}",
     }  # fmt: skip
@@ -352,7 +343,6 @@ def facts(results: Results) -> dict[str, str]:
     for name in names(results):
         key = place_of(name)
         named[f"bytes_{key}"] = mean_of((run["bytes"]["total"] for run in found.runs(name)), ".2f")
-        named[f"loss_{key}"] = mean_of((run["validation_loss"] for run in found.runs(name)), ".4f")
         if (quality := seen(results, name, "edq")) is not None:
             named[f"edq_{key}"] = f"{quality:.3f}"
             named[f"lost_{key}"] = percent(seen(results, name, "lost"))
@@ -367,8 +357,6 @@ def facts(results: Results) -> dict[str, str]:
                 if at > SETTLED * training["steps"]
             ]
             named[f"settled_{key}"] = f"{max(later):.3f}"
-            named[f"brackets_{key}"] = f"{_points(results, name, 'brackets'):.1f}"
-            named[f"verdict_{key}"] = verdict(results, name)
             named[f"range_{key}"] = f"{max(found.apart(name)) - min(found.apart(name)):.4f}"
     for stuck in _stuck(results):
         named |= {"turn": f"{_turn(stuck)[0]:,}", "turn_loss": f"{_turn(stuck)[1]:.1f}"}
