@@ -76,6 +76,8 @@ def _rank(answer: Path, environment: dict[str, str], given: dict[str, Any], stop
     try:
         settings = TrainSettings(**{**given, "data": Path(given["data"]), "out": Path(given["out"])})
         with processes(torch.device("cpu")) as device, gradients_kept() as gradients:
+            if dist.is_initialized():
+                dist.barrier()  # or one that fails at once is gone while the others still connect to it
             outcome = fit(settings, device, progress, stop)
         torch.save(gradients, answer.with_suffix(".pt"))
         said = {"outcome": outcome.__dict__, "told": progress.told, "initialized": dist.is_initialized()}
