@@ -359,24 +359,33 @@ def facts(results: Results) -> dict[str, str]:
             named[f"settled_{key}"] = f"{max(later):.3f}"
             named[f"range_{key}"] = f"{max(found.apart(name)) - min(found.apart(name)):.4f}"
     for stuck in _stuck(results):
-        named |= {"turn": f"{_turn(stuck)[0]:,}", "turn_loss": f"{_turn(stuck)[1]:.1f}"}
+        key, (step, loss) = place_of(stuck["row"]), _turn(stuck)
+        named |= {f"turn_{key}": f"{step:,}", f"turn_loss_{key}": f"{loss:.1f}"}
     return named
 
 
 @at_the_rate
 def differences(results: Results) -> Figure:
-    """The difference from D along the tokens: the mean of the seeds, and each seed as a faint line."""
+    """The difference from D along the tokens: the mean of the seeds, and each seed as a faint line.
+
+    Runs that stand alone because their row has one that got stuck share its style and its place in the legend.
+    """
     figure, axis = pictures.figure(11.0, 6.2)
     axis.axhline(0, color=pictures.MUTED, linewidth=1)
     per_step = results["training"]["batch"] * results["training"]["sequence"]
-    for style, name in zip(STYLES * 3, names(results, REFERENCE), strict=False):
-        lines = _lines(results, name)
+    of = {row["name"]: row.get("of", row["name"]) for row in results["rows"]}
+    styles = dict(zip(dict.fromkeys(of[name] for name in names(results, REFERENCE)), STYLES * 3, strict=False))
+    told: set[str] = set()
+    for name in names(results, REFERENCE):
+        style, lines = styles[of[name]], _lines(results, name)
         for line in lines:
             axis.plot([step * per_step / 1e6 for step, _ in line], [d for _, d in line], **style.style(alpha=0.25))
         if lines:
             places = [step * per_step / 1e6 for step, _ in lines[0]]
             means = [statistics.fmean(d for _, d in each) for each in zip(*lines, strict=False)]
-            axis.plot(places[: len(means)], means, label=name, **style.style())
+            label = None if of[name] in told else name if of[name] == name else f"{of[name]}, each seed"
+            axis.plot(places[: len(means)], means, label=label, **style.style())
+            told.add(of[name])
     axis.set_yscale("symlog", linthresh=CLOSE, linscale=0.9)
     low, high = axis.get_ylim()
     at = [sign * tick for tick in (0.005, 0.02, 0.1, 0.5, 2) for sign in (1, -1)]

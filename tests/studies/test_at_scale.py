@@ -225,6 +225,10 @@ def test_runs_of_a_row_of_which_one_got_stuck_have_rows_of_their_own() -> None:
         "| 500 | A, seed 1 | 0.00 | 50.0 % | 0.5000 | 0.50 |",
     ]  # fmt: skip
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| 600", "| 600", "| 700", "| 700"]
+    walked = [run | {"validation": [[1, run["validation_loss"]]]} for run in results["runs"]]
+    (axis,) = page.differences(results | {"runs": walked, "training": {"batch": 1, "sequence": 1}}).axes
+    assert axis.get_legend_handles_labels()[1] == ["A, each seed"]
+    assert len({line.get_color() for line in axis.get_lines()[1:]}) == 1
 
 
 def test_the_page_names_runs_of_another_device() -> None:
