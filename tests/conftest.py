@@ -131,8 +131,8 @@ def _read_headers(folder: Path) -> None:
 def _share_server(config: pytest.Config) -> None:
     """One server of forked processes for all workers: its imports take seconds of the processor."""
     server = forkserver._forkserver
-    if hasattr(server, "_forkserver_authkey"):
-        return  # of later Pythons: each worker has its own
+    if START != "forkserver" or hasattr(server, "_forkserver_authkey"):
+        return  # later Pythons: each worker has its own
     if "PYTEST_XDIST_WORKER" not in os.environ:
         os.environ.pop(SERVER, None)
         if getattr(config.option, "numprocesses", None) and not config.option.quick:

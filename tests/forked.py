@@ -1,7 +1,9 @@
 """Processes of tests' own, forked from one that has imported what takes long: importing is most of what they take.
 
 They are started as `spawn` starts them: what they run and what they are given is pickled, and nothing that the test
-has done is in them. Only the imports are there already, of a server that has run nothing else.
+has done is in them. Only the imports are there already, of a server that has run nothing else. Some libraries
+count GPUs when they are imported, as torchao does, and after that no fork may use one. Where there are GPUs,
+processes are spawned, and import everything themselves.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-START = "forkserver"
+START = "spawn" if torch.cuda.is_available() else "forkserver"
 # What is not installed is passed over.
 multiprocessing.set_forkserver_preload(
     [
