@@ -4,7 +4,7 @@
 #   benchmarks/gpu_results.sh PART [FOLDER]        # PART: one of the names below; several with commas between
 #
 # Files are written to FOLDER, or where the committed ones are. Peers are measured where they are installed:
-# bitsandbytes, flashoptim, torch-optimi. After it, benchmarks/render.py and studies.render draw the pages.
+# bitsandbytes, flashoptim, heavyball, torchao, torch-optimi. After it, benchmarks/render.py and studies.render draw the pages.
 # LIMIT=N cuts each command off after N seconds; those that take --resume go on in the next call.
 set -uo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
@@ -28,8 +28,10 @@ part() {
     sanitize) for tool in memcheck racecheck initcheck; do
         compute-sanitizer --tool $tool "$python" -m pytest -q -m gpu tests/optim/test_fused_steps.py
     done ;;
-    optimizers) run -m narrowgauge.cli bench optimizers --device cuda --peers --seconds 0.1 \
+    optimizers) run -m narrowgauge.cli bench optimizers --device cuda --peers --lists big --seconds 0.1 \
         --json "$bench/optimizers_h200.json" ;;
+    optimizers_models) run -m narrowgauge.cli bench optimizers --device cuda --peers --lists gpt2-medium,vit-huge \
+        --seconds 0.1 --json "$bench/optimizers_models_h200.json" ;;
     table_5) run -m narrowgauge.cli bench optimizers --device cuda --peers --lists big --seconds 0.1 \
         --only "AdamW 8bit,AdamW fp32,AdamW fused,SGD,LAMB,LARS" --json "$bench/table_5_h200.json" ;;
     linear) run -m narrowgauge.cli bench linear --device cuda --tune --json "$bench/linear_h200.json" ;;

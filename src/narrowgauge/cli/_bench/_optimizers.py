@@ -44,7 +44,7 @@ def bench_optimizers(options: BenchOptions, command: str) -> int:
     versions = {row.family: version for row in chosen if (version := installed_version(row.family))}
     results: dict[str, Any] = {
         "command": command,
-        "environment": describe_environment(device) | versions,
+        "environment": versions | describe_environment(device),
         "copy_bytes_per_second": speed,
         "lists": {},
     }

@@ -209,7 +209,7 @@ _ROWS = (
         Row("torch AdamW fused, bf16", "everything in bf16", _BF16, "torch.optim", "AdamW", _FUSED),
         Row("torch AdamW fused, fp32", "everything in fp32", _FP32, "torch.optim", "AdamW", _FUSED),
         Row(
-            "torch AdamW fused, bf16 states", "fp32 weights, as torchtitan has it", _FP32, "torch.optim", "AdamW",
+            "torch AdamW fused, bf16 states", "fp32 weights, torchtitan's way; not in torch 2.11", _FP32, "torch.optim", "AdamW",
             _FUSED, (), _CUDA, moments=_BF16,
         ),
         Row("torch AdamW foreach, fp32", "everything in fp32", _FP32, "torch.optim", "AdamW", _FOREACH),
