@@ -209,8 +209,8 @@ _ROWS = (
         Row("torch AdamW fused, bf16", "everything in bf16", _BF16, "torch.optim", "AdamW", _FUSED),
         Row("torch AdamW fused, fp32", "everything in fp32", _FP32, "torch.optim", "AdamW", _FUSED),
         Row(
-            "torch AdamW fused, bf16 states", "fp32 weights, torchtitan's way; not in torch 2.11", _FP32, "torch.optim", "AdamW",
-            _FUSED, (), _CUDA, moments=_BF16,
+            "torch AdamW fused, bf16 states", "fp32 weights, torchtitan's way; not in torch 2.11", _FP32,
+            "torch.optim", "AdamW", _FUSED, (), _CUDA, moments=_BF16,
         ),
         Row("torch AdamW foreach, fp32", "everything in fp32", _FP32, "torch.optim", "AdamW", _FOREACH),
         Row("optimi AdamW", "Kahan-summed bf16", _BF16, "optimi", "AdamW", _TRITON, (), _CUDA),
