@@ -15,11 +15,13 @@ from narrowgauge.cli._bench._shared import write_json
 from narrowgauge.cli._bench._timing import timed
 
 # What torch.compile is given by `--mode`. Kernels are launched from Python, replayed as CUDA graphs, or launched
-# from generated C++.
+# from generated C++; torch 2.11 forgets for backward graphs what it sets itself for those of the forward pass.
 MODES: dict[str, dict[str, Any]] = {
     "default": {},
     "reduce-overhead": {"mode": "reduce-overhead"},
-    "cpp-wrapper": {"options": {"cpp_wrapper": True}},
+    "cpp-wrapper": {
+        "options": {"cpp_wrapper": True, "triton.store_cubin": True, "triton.autotune_at_compile_time": True}
+    },
 }
 
 
