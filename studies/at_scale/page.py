@@ -358,6 +358,10 @@ def facts(results: Results) -> dict[str, str]:
             ]
             named[f"settled_{key}"] = f"{max(later):.3f}"
             named[f"range_{key}"] = f"{max(found.apart(name)) - min(found.apart(name)):.4f}"
+    for run in results["runs"]:
+        if still := run.get("all_lost"):
+            key = place_of(run["row"])
+            named |= {f"still_{key}": str(len(still)), f"still_from_{key}": f"{max(step for step, _ in still):,}"}
     for stuck in _stuck(results):
         key, (step, loss) = place_of(stuck["row"]), _turn(stuck)
         named |= {f"turn_{key}": f"{step:,}", f"turn_loss_{key}": f"{loss:.1f}"}

@@ -280,7 +280,10 @@ def _steps(run: Run, parts: Parts, seed: int, end: float, begun: float, checkpoi
 
 
 def _gauged(path: Path) -> Result:
-    """What the gauges saw: of each measured step the sums over all parameters, and the advice on the run."""
+    """What the gauges saw: of each measured step the sums over all parameters; advice; alarms of lost updates.
+
+    `all_lost` has for each tensor that raised one [the step, the tensor's name].
+    """
     found = gauges.read_records(path)
     sums: dict[int, list[UpdateStats]] = {}
     for record in found:
@@ -291,7 +294,8 @@ def _gauged(path: Path) -> Result:
     totals = {step: UpdateStats.total(each) for step, each in sums.items()}
     rms = {"rms": [total.rms for total in totals.values()]}
     advice = [[a.urgency, a.rule, a.finding] for a in gauges.advise(found)]
-    return {"gauges": gauges_of(totals) | rms, "advice": advice}
+    lost = [[record["step"], record["name"]] for record in found if record["kind"] == "lost"]
+    return {"gauges": gauges_of(totals) | rms, "advice": advice, "all_lost": lost}
 
 
 def _result(run: Run) -> Result:

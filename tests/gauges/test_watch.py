@@ -316,6 +316,47 @@ def test_a_training_that_diverges_names_a_few_tensors(caplog: pytest.LogCaptureF
     assert lines[-1] == "step 3: inf or NaN in activation gradients of more tensors: see the records"
 
 
+def test_a_tensor_whose_updates_are_all_lost_raises_one_alarm(caplog: pytest.LogCaptureFixture) -> None:
+    """bf16 cannot store a change of 1e-4 in the ones of a norm; in fp32, and in the matrix, updates arrive."""
+    for dtype, wanted in ((torch.bfloat16, [("1.weight", 6)]), (torch.float32, [])):
+        alarmed: list[dict[str, Any]] = []
+        net = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.LayerNorm(8, bias=False)).to(dtype)
+        optimizer = optim.AdamW(net.parameters(), 1e-4, weights="plain", weight_decay=0.0)
+        caplog.clear()
+        with (
+            caplog.at_level(logging.WARNING, "narrowgauge.gauges"),
+            gauges.watch(net, optimizer, 2, on_alarm=alarmed.append) as watch,
+        ):
+            for step in range(12):
+                optimizer.zero_grad()
+                x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).to(dtype)
+                net(x).square().sum().backward()
+                optimizer.step()
+        assert [(row["name"], row["step"]) for row in alarmed] == wanted
+        assert alarmed == [row for row in watch.rows() if row["kind"] == "lost"]
+        said = ["step 6: every update of 1.weight is lost, as in the two measurements before"] if wanted else []
+        assert [record.getMessage() for record in caplog.records] == said
+
+
+def test_an_update_that_arrives_begins_the_count_of_lost_ones_anew(caplog: pytest.LogCaptureFixture) -> None:
+    def records(name: str, *shares: float) -> list[dict[str, Any]]:
+        return [{"kind": "update", "step": s, "name": name, "lost": lost} for s, lost in enumerate(shares, 1)]
+
+    alarmed: list[dict[str, Any]] = []
+    alarms = Alarms(alarmed.append, 0)
+    for record in records("a", 1, 1, 0.99, 1, 1, 1, 1, 0, 1, 1, 1):
+        alarms.raised_by(record)
+    alarms.notify()
+    assert [(row["name"], row["step"], row["value"], row["threshold"]) for row in alarmed] == [("a", 6, 1, 0.999)]
+    for n in range(MOST_LOGGED + 3):
+        alarms.replay(records(f"replayed {n}", 1, 1))
+        for record in records(f"replayed {n}", 1, math.nan, 1):
+            alarms.raised_by(record)
+    lines = [record.getMessage() for record in caplog.records if record.name == "narrowgauge.gauges"]
+    assert len(lines) == MOST_LOGGED + 1
+    assert lines[-1] == "step 1: every update of more tensors is lost: see the records"
+
+
 def test_a_watch_that_ended_keeps_neither_model_nor_optimizer_alive_by_hooks() -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)

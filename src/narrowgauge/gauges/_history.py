@@ -82,7 +82,7 @@ class History:
         count: number of records.
         ignored: number of records without a step of at least 1, without a name, or with an invalid or surplus map.
         missing: by (kind, reason) the names of what was not recorded.
-        alarms: records of kinds "spike" and "nonfinite", in order.
+        alarms: records of kinds "spike", "nonfinite" and "lost", in order.
         adapted: records of kind "adapted", in order.
         usage: how often each code was used in all records, by (tensor, slot).
         state_formats: the number format by (tensor, slot).
@@ -125,7 +125,7 @@ class History:
             self.ignored += 1
             return
         self.last_step = max(self.last_step, step)
-        if kind in ("spike", "nonfinite"):
+        if kind in ("spike", "nonfinite", "lost"):
             self.alarms.append(_shown(record))
             return
         if kind == "adapted":

@@ -9,7 +9,7 @@ Every record is a dictionary with its ``kind`` and, except for the header, the `
     gradient, activation,
     activation_gradient                 a tensor's magnitudes, and what narrower formats would lose of it
     state, adam_error                   what the codes of the optimizer's moments lose
-    spike, nonfinite                    an alarm
+    spike, nonfinite, lost              an alarm
     adapted                             a storage that `train --adapt` widened, or a layer whose plan it removed
     missing                             what will not be recorded of some tensors, and why
 

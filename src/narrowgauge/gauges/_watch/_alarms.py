@@ -1,4 +1,4 @@
-"""Alarms while the training runs: spikes, inf and NaN.
+"""Alarms while the training runs: spikes, inf and NaN, and tensors all of whose updates are lost.
 
 An alarm is raised when its measurement has arrived on the host, at one of the next steps. It is a record, a line in
 the log ``narrowgauge.gauges``, and a call of the user's function.
@@ -10,9 +10,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 from narrowgauge.gauges._records import LOG, Record
+from narrowgauge.gauges._rules import ALL_LOST, MIN_MEASUREMENTS
 from narrowgauge.gauges._spikes import LossSpikes, RmsSpikes, Spike
 
-MOST_LOGGED = 5  # tensors of a kind whose inf and NaN are logged by name: when a training diverges all have them
+MOST_LOGGED = 5  # tensors of a kind that are logged by name: when a training diverges all have inf or NaN
 
 
 class Alarms:
@@ -27,7 +28,8 @@ class Alarms:
         self._call, self._warmup = call, warmup
         self._loss = LossSpikes(warmup=warmup)
         self._rms: dict[str, RmsSpikes] = {}
-        self._nonfinite: set[tuple[str, str]] = set()
+        self._once: set[tuple[str, str]] = set()
+        self._lost: Counter[str] = Counter()
         self._logged: Counter[str] = Counter()
         self._raised: deque[Record] = deque()
 
@@ -54,14 +56,15 @@ class Alarms:
 
     def _log(self, alarm: Record) -> None:
         of = alarm["of"]
-        if alarm["kind"] == "nonfinite":
+        if alarm["kind"] in ("nonfinite", "lost"):
             self._logged[of] += 1
             if self._logged[of] > MOST_LOGGED + 1:
                 return
             if self._logged[of] == MOST_LOGGED + 1:
-                LOG.warning(
-                    f"step {alarm['step']}: inf or NaN in {of.replace('_', ' ')}s of more tensors: see the records"
-                )
+                more = f"inf or NaN in {of.replace('_', ' ')}s of more tensors"
+                if alarm["kind"] == "lost":
+                    more = "every update of more tensors is lost"
+                LOG.warning(f"step {alarm['step']}: {more}: see the records")
                 return
         LOG.warning(sentence(alarm))
 
@@ -76,12 +79,22 @@ class Alarms:
         for each, ratio in ratios.items():
             watch = self._rms.setdefault(each, RmsSpikes(warmup=self._warmup))
             found += self._spike(watch.add(ratio, step), "rms", each)
-        if record.get("nonfinite") and (kind, name) not in self._nonfinite:
-            self._nonfinite.add((kind, name))  # once a tensor
+        if kind == "update" and name:
+            self._lost[name] = self._lost[name] + 1 if record.get("lost", 0.0) >= ALL_LOST else 0
+            if self._lost[name] >= MIN_MEASUREMENTS and self._first("lost", name):
+                values = {"value": record["lost"], "threshold": ALL_LOST}
+                found.append({"kind": "lost", "step": step, "of": "lost updates", "name": name, **values})
+        if record.get("nonfinite") and self._first(kind, name):
             found.append(
                 {"kind": "nonfinite", "step": step, "of": kind, "name": name, "value": record["nonfinite"]}
             )
         return found
+
+    def _first(self, kind: str, name: str) -> bool:
+        """Whether an alarm that is raised once a tensor has not been raised yet."""
+        new = (kind, name) not in self._once
+        self._once.add((kind, name))
+        return new
 
     @staticmethod
     def _spike(spike: Spike | None, of: str, name: str) -> list[Record]:
@@ -96,6 +109,8 @@ def sentence(alarm: Record) -> str:
     step, name, value = alarm["step"], alarm["name"], alarm["value"]
     if alarm["kind"] == "nonfinite":
         return f"step {step}: {value} elements of the {alarm['of'].replace('_', ' ')} of {name} are inf or NaN"
+    if alarm["kind"] == "lost":
+        return f"step {step}: every update of {name} is lost, as in the two measurements before"
     if alarm["of"] == "loss":
         return f"step {step}: loss spike, {value:.4g} is above {alarm['threshold']:.4g}"
     return f"step {step}: RMS spike of {name}, {value:.3g} is at least {alarm['threshold']:.3g}"

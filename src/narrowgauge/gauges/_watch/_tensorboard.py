@@ -22,6 +22,7 @@ _NUMBERS = {
     "adam_error": ("mean_relative", "mean_absolute"),
     "spike": ("value",),
     "nonfinite": ("value",),
+    "lost": ("value",),
 }
 
 

@@ -94,7 +94,8 @@ def watch(
             spike lasts only a few steps. 0 for never.
         rms_of: their names; by default embeddings and the first other layer, where such spikes show.
         scaler: the loss scaler, for its history.
-        on_alarm: called with the record of each alarm: a spike, or a tensor's first inf or NaN.
+        on_alarm: called with the record of each alarm: a spike, a tensor's first inf or NaN, or the first time that
+            three measurements in a row find every update of a tensor lost.
         warmup: steps that are not searched for spikes.
         ranks: ``"all"``: the processes of the default process group, if there is one, train one model together;
             their sums are added, and the first of them writes. ``"own"``: this process trains a model of its own.
