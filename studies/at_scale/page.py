@@ -392,7 +392,7 @@ def differences(results: Results) -> Figure:
             told.add(of[name])
     axis.set_yscale("symlog", linthresh=CLOSE, linscale=0.9)
     low, high = axis.get_ylim()
-    at = [sign * tick for tick in (0.005, 0.02, 0.1, 0.5, 2) for sign in (1, -1)]
+    at = [sign * tick for tick in (0.005, 0.02, 0.05, 0.1, 0.5, 2) for sign in (1, -1)]
     ticks = [0.0, *(y for y in at if low <= y <= high)]
     pictures.ticks(axis.yaxis, ticks, lambda y: f"{y:+g}".replace("-", "−") if y else "0")
     axis.set_xlabel("million tokens")

@@ -264,7 +264,7 @@ def test_steps_of_language_models() -> None:
                                 "nn.Linear, other weights": curve | {"end": 3.24}}},
     }  # fmt: skip
     assert _whole_steps.opening({"h100": {"language": results}, "cpu": {}}) == (
-        "How many times as fast as with `nn.Linear` a whole training step is, by the fastest plan:\n\n"
+        "How many times as fast a whole training step is with the fastest plan (`nn.Linear` is 1.00):\n\n"
         "- language models on one a GPU, without CUDA graphs: llama-8b 1.40 (TENSORWISE_FP8 e4m3)"
     )
     section = _layers.section({"language": results}, "h100")
