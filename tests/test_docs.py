@@ -355,10 +355,12 @@ def test_measured_pages_begin_with_the_answer_that_their_results_give() -> None:
         f"takes {big['recipe adamw8bit-split8']:.2f} ms for 10⁹ parameters",
         f"torch's fused AdamW takes {big['torch AdamW fused, bf16']:.2f} ms in bf16 and "
         f"{big['torch AdamW fused, fp32']:.2f} ms in fp32",
-        f"FlashAdamW takes {big['FlashAdamW']:.2f} ms and HeavyBall's AdamW {big['HeavyBall AdamW, bf16+8']:.1f} ms",
+        f"FlashAdamW takes {big['FlashAdamW']:.2f} ms and HeavyBall's AdamW "
+        f"{big['HeavyBall AdamW, bf16+8']:.1f} ms",
         f"torchao's AdamW8bit takes {big['torchao AdamW8bit']:.1f} ms and bitsandbytes' "
         f"{big['bitsandbytes AdamW8bit']:.1f} ms",
-        f"292 tensors, takes {gpt2['recipe adamw8bit-split8']:.2f} ms, and {gpt2['FlashAdamW']:.1f} ms with FlashAdamW",
+        f"292 tensors, takes {gpt2['recipe adamw8bit-split8']:.2f} ms, and "
+        f"{gpt2['FlashAdamW']:.1f} ms with FlashAdamW",
     ):
         assert said in answer
     on_cpu = results("optimizers_cpu")["lists"]["matrix"]["rows"]
