@@ -24,7 +24,7 @@ from narrowgauge.cli._report._page import number
 from narrowgauge.cli._report._run_drawing import COLUMNS, ROWS, _paint, grid, medians, short
 from narrowgauge.cli._report._run_figures import embedding_and_middle
 from narrowgauge.cli._report._run_page import page
-from narrowgauge.gauges import write_report
+from narrowgauge.gauges import read_records, write_report
 from narrowgauge.gauges._history import History
 from narrowgauge.gauges._records import line_of
 from recorded import NAMES, changed, compared, header, sound, step, update
@@ -144,7 +144,7 @@ def test_without_losses_rms_stands_alone_and_without_both_nothing() -> None:
     records = changed(sound(), "step", loss=None)
     parsed, source = look(records)
     assert "Loss, its spikes, and RMS" in headings(source)
-    assert "The loss was not recorded." in parsed.text
+    assert "The loss was not recorded. Where the model does not return it" in parsed.text
     parsed, source = look([record for record in records if record["kind"] != "update"])
     assert "Loss, its spikes, and RMS" not in headings(source)
     assert "No loss and no RMS_t was recorded" in parsed.text
@@ -255,10 +255,12 @@ def test_without_what_draws_a_report_says_what_to_install(tmp_path: Path, monkey
     ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ModuleNotFoundError) as raised:
-        write_report([], tmp_path / "x.html")
-    assert str(raised.value) == "a report needs matplotlib; install it with: pip install 'narrowgauge[train]'"
-    assert not list(tmp_path.iterdir())
+    for kept in (tmp_path / "x.jsonl", tmp_path / "x2.jsonl"):
+        with pytest.raises(ModuleNotFoundError) as raised:
+            write_report(sound(3), tmp_path / "x.html")
+        command = f"pip install 'narrowgauge[train]', then: narrowgauge report {kept}"
+        assert str(raised.value) == f"a report needs matplotlib: {command}"
+        assert list(read_records(kept)) == sound(3)
 
 
 def test_cells_are_painted_by_their_distance_and_side() -> None:

@@ -269,6 +269,10 @@ def test_one_watch_at_a_time_each_entered_once() -> None:
             pass
     with pytest.raises(RuntimeError, match="can be entered once"), watch:
         pass
+    other = gauges.watch(net, optimizer)
+    for use in (lambda: other.loss(1.0), lambda: other.report("never.html")):
+        with pytest.raises(RuntimeError, match="a watch must be entered before it sees anything"):
+            use()
 
 
 def test_alarms_are_called_out_and_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from narrowgauge import optim
+from narrowgauge import optim, recipes
 from narrowgauge.optim import SGD, AdamW, AdamW8bit, StableAdamW
 
 SHAPES = {"weight": (20, 30), "other": (30, 9)}
@@ -213,11 +214,25 @@ def test_amsgrad_and_missing_moments_are_refused() -> None:
     words = "amsgrad of group 0 must be False for AdamW, got True"
     with pytest.raises(ValueError, match=words):
         ours.load_state_dict(amsgrad.state_dict())
+    for other in (adagrad, torch.optim.SGD(parameters(), 0.5)):
+        with pytest.raises(ValueError, match="is of another optimizer: group 0 must have 'betas' for AdamW"):
+            ours.load_state_dict(other.state_dict())
+    nothing = {**ours.state_dict(), "state": adagrad.state_dict()["state"]}
+    nothing["param_groups"] = torch.optim.AdamW(parameters()).state_dict()["param_groups"]
     with pytest.raises(ValueError, match=r"state_dict: weight must have 'exp_avg', got \['step', 'sum'\]"):
-        ours.load_state_dict(adagrad.state_dict())
-    with pytest.raises(ValueError, match=r"weight must have 'exp_avg', got \['step', 'sum'\]"):
-        optim.Lion(parameters()).load_state_dict(adagrad.state_dict())
+        ours.load_state_dict(nothing)
     assert not ours.state
+    assert ours.param_groups[0]["lr"] == 1e-3
+
+
+def test_a_recipe_says_how_to_take_over_a_state_of_one_group() -> None:
+    model = nn.Sequential(nn.Linear(64, 80), nn.LayerNorm(80))
+    theirs = torch.optim.AdamW(model.parameters())
+    recipe = recipes.get("adamw8bit-split8")
+    words = r"groups of 1 and 3 parameters, got 4: .* decay_all=True\) makes one group"
+    with pytest.raises(ValueError, match=words):
+        recipe.apply(model).load_state_dict(theirs.state_dict())
+    recipe.apply(model, decay_all=True).load_state_dict(theirs.state_dict())
 
 
 def test_a_buffer_that_torch_left_empty_is_no_state() -> None:

@@ -142,3 +142,8 @@ def test_what_would_not_run_is_refused_before_the_model_is_cast(keep: Any, messa
     with pytest.raises(ValueError, match=message):
         recipes.get("bf16").apply(model, keep_fp32=keep)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_parameters_in_place_of_a_model_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"model must be .*Module, got generator"):
+        recipes.get("adamw8bit-split8").apply(nn.Linear(2, 2).parameters())  # type: ignore[call-overload]

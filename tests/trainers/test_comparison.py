@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,15 @@ def test_it_prints_the_table_and_saves_the_files_of_the_command(tmp_path: Path, 
     assert found.results["recipes"]["D"]["lr"] == 1e-3
     assert len(row["step_ms_quartiles"]) == 2
     assert f"{row['validation_loss']:.4f}" in str(found)
+    assert "\nD: bf16 with fp32 master weights and fp32 states.\n" in str(found)
     assert repr(found) == str(found)
+    with monkeypatch.context() as without:
+        for name in [name for name in sys.modules if name.startswith("narrowgauge.cli._report")]:
+            without.delitem(sys.modules, name)
+        without.setitem(sys.modules, "matplotlib", None)
+        with pytest.raises(ModuleNotFoundError, match=r"a page needs matplotlib.*; install it with: pip install"):
+            found.save(tmp_path / "no page")
+    assert json.loads((tmp_path / "no page" / "results.json").read_text()) == found.results
     assert found.save(tmp_path / "new") == tmp_path / "new" / "report.html"
     assert json.loads((tmp_path / "new" / "results.json").read_text()) == found.results
     page = (tmp_path / "new" / "report.html").read_text()

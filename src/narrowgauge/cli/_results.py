@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.cli._files import write_whole
-from narrowgauge.cli._report._compare_page import write_report
 
 Json = dict[str, Any]
 RESULTS, REPORT = "results.json", "report.html"
@@ -20,6 +19,8 @@ def save(results: Json, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     set_aside(out)
     write_results(results, out)
+    from narrowgauge.cli._report._compare_page import write_report  # needs packages that the results do not
+
     write_report(results, out / REPORT)
 
 

@@ -6,10 +6,12 @@ library that imports them, when it is called.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 
 from narrowgauge.gauges._history import Record
+from narrowgauge.gauges._records import line_of
 
 
 def write_report(records: Iterable[Record], path: str | Path) -> None:
@@ -20,15 +22,19 @@ def write_report(records: Iterable[Record], path: str | Path) -> None:
         path: the file; its folder is made.
 
     Raises:
-        ModuleNotFoundError: if a package for pages is not installed, with the command that installs it.
+        ModuleNotFoundError: if a package for pages is not installed, with the command that installs it. The records
+            are then beside the page's path, as `narrowgauge report` takes them.
     """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         from narrowgauge.cli._report._run_page import write_run_report
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("narrowgauge"):
             raise
-        hint = f"a report needs {error.name}; install it with: pip install 'narrowgauge[train]'"
+        named = (path.with_name(f"{path.stem}{n}.jsonl") for n in itertools.chain([""], itertools.count(2)))
+        kept = next(file for file in named if not file.exists())
+        kept.write_text("".join(map(line_of, records)), encoding="utf-8", newline="\n")
+        hint = f"a report needs {error.name}: pip install 'narrowgauge[train]', then: narrowgauge report {kept}"
         raise ModuleNotFoundError(hint, name=error.name) from None
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_run_report(records, path, path.stem)

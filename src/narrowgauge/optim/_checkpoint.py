@@ -33,6 +33,7 @@ from torch import Tensor
 
 from narrowgauge._arguments import is_number, shown
 from narrowgauge._module_names import clean_name
+from narrowgauge._text import listed
 from narrowgauge.optim._changes import KEPT, STORAGES
 from narrowgauge.optim._checkpoint_convert import Notes, StateReader
 from narrowgauge.optim._checkpoint_foreign import VERSION_KEY, layout_of
@@ -84,7 +85,7 @@ def read_checkpoint(
     fixed: Callable[[Group], tuple[str, ...]],
     check: Callable[[Group], Rule],
     given: Mapping[str, Any],
-) -> Checkpoint | None:
+) -> Checkpoint:
     """Bring a checkpoint into an optimizer's form, without changing the optimizer.
 
     Args:
@@ -95,15 +96,19 @@ def read_checkpoint(
         given: the state_dict.
 
     Returns:
-        None if the groups' number or sizes differ: torch then raises its own error.
+        The checkpoint.
 
     Raises:
         ValueError: for a state_dict that is damaged, or that does not fit.
     """
     check_form(given)
     saved = given["param_groups"]
-    if [len(group["params"]) for group in live] != [len(group["params"]) for group in saved]:
-        return None
+    wanted, got = ([str(len(group["params"])) for group in groups] for groups in (live, saved))
+    if wanted != got:
+        remedy = "make the optimizer with the groups that were saved"
+        if len(got) == 1 < len(wanted):
+            remedy += "; recipe.apply(..., decay_all=True) makes one group"
+        raise ValueError(f"state_dict must have groups of {listed(wanted)} parameters, got {listed(got)}: {remedy}")
     check_members(saved)
     to_group, to_state = layout_of(given)
     pairs = zip(live, saved, strict=True)

@@ -681,12 +681,10 @@ class NarrowOptimizer(torch.optim.Optimizer):
         # avoid that: the last pre-hook takes the states out, and the first post-hook puts them back.
         read: list[Checkpoint] = []
 
-        def before(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
+        def before(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             checkpoint = read_checkpoint(
                 type(self).__name__, self.param_groups, self._fixed, self._checked_rule, given
             )
-            if checkpoint is None:
-                return None
             read.append(checkpoint)
             return {**given, "state": checkpoint.others, "param_groups": checkpoint.groups}
 

@@ -226,6 +226,8 @@ class Recipe:
                 `keep_fp32` that no parameter has, a `keep_fp32` of part of a layer or of an embedding, and whatever
                 the optimizer refuses.
         """
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         options = self._options(lr, optimizer_arguments)
         groups = self._grouped(model, decay_groups(model, decay_all, no_decay))
         kept = kept_layers(model, keep_fp32)

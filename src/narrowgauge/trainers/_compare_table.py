@@ -52,8 +52,9 @@ def legend(results: Json, width: int | None = None) -> str:
     width = shutil.get_terminal_size((_WIDE, 24)).columns if width is None else width
     reference, rows = results["reference"], results["recipes"].values()
     lines = [
+        *(f"{name}: {row['title']}." for name, row in results["recipes"].items() if row.get("title")),
         "EDQ: how far what is stored moved along the intended update (100%: nothing is missing along it). Lost "
-        "updates: intended changes that left what is stored as it was."
+        "updates: intended changes that left what is stored as it was.",
     ]
     if results["measure"] == "training_loss":
         lines.append("Training loss: mean over the last tenth of the steps; there were no validation batches.")

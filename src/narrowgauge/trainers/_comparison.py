@@ -59,16 +59,18 @@ class Comparison:
             The path of the page.
 
         Raises:
-            ModuleNotFoundError: if a package for pages is not installed, with the command that installs it.
+            ModuleNotFoundError: if a package for pages is not installed, with the command that installs it;
+                results.json is written.
         """
+        from narrowgauge.cli._results import save
+
         try:
-            from narrowgauge.cli._results import save
+            save(self.results, Path(directory))
         except ModuleNotFoundError as error:
             if (error.name or "").startswith("narrowgauge"):
                 raise
             hint = f"a page needs {error.name}; install it with: pip install 'narrowgauge[train]'"
             raise ModuleNotFoundError(hint, name=error.name) from None
-        save(self.results, Path(directory))
         return Path(directory) / "report.html"
 
 

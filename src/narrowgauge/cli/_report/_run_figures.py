@@ -96,7 +96,8 @@ def loss(history: History) -> Figure | str:
     if not lines:
         caption += " RMS_t was not recorded: precursors of spikes are left out."
     if not len(losses.steps):
-        caption += " The loss was not recorded."
+        caption += " The loss was not recorded. Where the model does not return it, give it to Watch.loss before "
+        caption += "each step."
     elif not spikes.loss:
         caption += (
             f" No loss spike was found from step {spikes.judged.start:,} on."

@@ -217,6 +217,10 @@ class Watch:
         finally:
             self._sink.close()
 
+    def _must_have_begun(self) -> None:
+        if not self._entered:
+            raise RuntimeError("a watch must be entered before it sees anything: with gauges.watch(...) as watch")
+
     @property
     def running(self) -> bool:
         """Whether the training is being watched: between entering and leaving."""
@@ -233,6 +237,7 @@ class Watch:
         Raises:
             TypeError, ValueError: for anything else.
         """
+        self._must_have_begun()
         if not isinstance(value, Tensor):
             value = float(value)
         elif value.numel() != 1 or value.is_complex():
@@ -273,7 +278,13 @@ class Watch:
 
         Returns:
             The page's path.
+
+        Raises:
+            ModuleNotFoundError: if a package for pages is not installed, with the command that installs it. The
+                records are then beside the path, as `narrowgauge report` takes them.
+            RuntimeError: if the watch was never entered.
         """
+        self._must_have_begun()
         page = Path(path)
         write_report(self.rows(), page)
         return page
