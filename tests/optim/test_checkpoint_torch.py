@@ -215,7 +215,7 @@ def test_amsgrad_and_missing_moments_are_refused() -> None:
     with pytest.raises(ValueError, match=words):
         ours.load_state_dict(amsgrad.state_dict())
     for other in (adagrad, torch.optim.SGD(parameters(), 0.5)):
-        with pytest.raises(ValueError, match="is of another optimizer: group 0 must have 'betas' for AdamW"):
+        with pytest.raises(ValueError, match="group 0 must have 'betas' for AdamW, got another optimizer's"):
             ours.load_state_dict(other.state_dict())
     nothing = {**ours.state_dict(), "state": adagrad.state_dict()["state"]}
     nothing["param_groups"] = torch.optim.AdamW(parameters()).state_dict()["param_groups"]
@@ -229,7 +229,7 @@ def test_a_recipe_says_how_to_take_over_a_state_of_one_group() -> None:
     model = nn.Sequential(nn.Linear(64, 80), nn.LayerNorm(80))
     theirs = torch.optim.AdamW(model.parameters())
     recipe = recipes.get("adamw8bit-split8")
-    words = r"groups of 1 and 3 parameters, got 4: .* decay_all=True\) makes one group"
+    words = r"groups must have 1 and 3 parameters, got 4: .* decay_all=True\) makes one group"
     with pytest.raises(ValueError, match=words):
         recipe.apply(model).load_state_dict(theirs.state_dict())
     recipe.apply(model, decay_all=True).load_state_dict(theirs.state_dict())

@@ -19,10 +19,11 @@ def test_totals_first_then_like_parameters_in_one_row() -> None:
     quantized, small = 100 * 64 + 12 * 64 * 64, 12 * 3 * 64
     kept = quantized * 3 + 2 * 4 * (quantized // 256) + small * 9
     assert description.bytes == kept == 189_128
+    each = f"{kept / (quantized + small):.2f}"
     top, table = str(description).split("\n\n")
     assert top.split("\n") == [
         f"{quantized + small:,} parameters in 49 tensors",
-        f"the optimizer keeps 189 kB, {kept / (quantized + small):.2f} bytes a parameter",
+        f"the optimizer keeps 189 kB, {each} bytes a parameter, beside weight and gradient",
         "AdamW in fp32 with fp32 master weights keeps 694 kB, 12.00 bytes a parameter",
         f"stepped by {description.rows[0].path}: 49 tensors",
     ]
@@ -50,7 +51,8 @@ def test_it_is_at_most_110_columns_wide() -> None:
 
 def test_parameters_in_fp32_are_beside_adamw_without_master_weights() -> None:
     text = str(AdamW([nn.Parameter(torch.ones(1000)), nn.Parameter(torch.ones(3))]).describe())
-    assert "the optimizer keeps 8.02 kB, 8.00 bytes a parameter\nAdamW in fp32 keeps 8.02 kB, 8.00 bytes" in text
+    assert "the optimizer keeps 8.02 kB, 8.00 bytes a parameter, beside weight and gradient\n" in text
+    assert "\nAdamW in fp32 keeps 8.02 kB, 8.00 bytes a parameter\n" in text
     assert "\n    0.*" in text
 
 

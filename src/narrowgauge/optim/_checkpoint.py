@@ -105,10 +105,11 @@ def read_checkpoint(
     saved = given["param_groups"]
     wanted, got = ([str(len(group["params"])) for group in groups] for groups in (live, saved))
     if wanted != got:
-        remedy = "make the optimizer with the groups that were saved"
-        if len(got) == 1 < len(wanted):
-            remedy += "; recipe.apply(..., decay_all=True) makes one group"
-        raise ValueError(f"state_dict must have groups of {listed(wanted)} parameters, got {listed(got)}: {remedy}")
+        one = "; recipe.apply(..., decay_all=True) makes one group" if len(got) == 1 < len(wanted) else ""
+        raise ValueError(
+            f"state_dict: parameter groups must have {listed(wanted)} parameters, got {listed(got) or 'none'}: "
+            f"make the optimizer with the groups that were saved{one}"
+        )
     check_members(saved)
     to_group, to_state = layout_of(given)
     pairs = zip(live, saved, strict=True)

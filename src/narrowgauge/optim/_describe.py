@@ -69,7 +69,7 @@ def _totals(rows: tuple[Row, ...]) -> list[str]:
     master = " with fp32 master weights" if any(row.dtype != "float32" for row in rows) else ""
     lines = [
         f"{elements:,} parameters in {_tensors(len(rows))}",
-        f"the optimizer keeps {_size(kept)}, {_each(kept, elements)} bytes a parameter",
+        f"the optimizer keeps {_size(kept)}, {_each(kept, elements)} bytes a parameter, beside weight and gradient",
         f"AdamW in fp32{master} keeps {_size(full)}, {_each(full, elements)} bytes a parameter",
     ]
     paths: dict[str, int] = {}
