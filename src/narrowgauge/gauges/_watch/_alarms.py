@@ -110,7 +110,7 @@ def sentence(alarm: Record) -> str:
     if alarm["kind"] == "nonfinite":
         return f"step {step}: {value} elements of the {alarm['of'].replace('_', ' ')} of {name} are inf or NaN"
     if alarm["kind"] == "lost":
-        return f"step {step}: every update of {name} is lost, as in the two measurements before"
+        return f"step {step}: every update of {name} is lost, as in the two measurements before; see gauges.advise"
     if alarm["of"] == "loss":
         return f"step {step}: loss spike, {value:.4g} is above {alarm['threshold']:.4g}"
     return f"step {step}: RMS spike of {name}, {value:.3g} is at least {alarm['threshold']:.3g}"
