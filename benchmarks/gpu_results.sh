@@ -4,7 +4,8 @@
 #   benchmarks/gpu_results.sh PART [FOLDER]        # PART: one of the names below; several with commas between
 #
 # Files are written to FOLDER, or where the committed ones are. Peers are measured where they are installed:
-# bitsandbytes, flashoptim, heavyball, torchao, torch-optimi. After it, benchmarks/render.py and studies.render draw the pages.
+# bitsandbytes, flashoptim, heavyball, torchao, torch-optimi. After it, benchmarks/render.py and studies.render draw
+# the pages.
 # LIMIT=N cuts each command off after N seconds; those that take --resume go on in the next call.
 set -uo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."

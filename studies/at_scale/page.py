@@ -338,8 +338,15 @@ def facts(results: Results) -> dict[str, str]:
         "windows": f"{8 * training['windows']:,}", "fewer": f"{training['windows']:,}",
         "tokens": f"{training['steps'] * training['batch'] * training['sequence']:,}",
     }  # fmt: skip
-    losses = [run["validation_loss"] for run in found.runs(REFERENCE) if not run["diverged"]]
-    named["own"] = f"{max(losses) - min(losses):.4f}"
+    named["sequence"] = f"{training['sequence']:,}"
+    rates = {name: [run["tokens_per_second"] for run in found.runs(name)] for name in names(results)}
+    named["slower"] = f"{100 * max(1 - min(each) / max(each) for each in rates.values()):.0f} %"
+    trains = [row["name"] for row in results["rows"] if "of" not in row and row["name"] != REFERENCE]
+    early = [
+        apart for name in trains for line in _lines(results, name) for at, apart in line
+        if at <= SETTLED * training["steps"]
+    ]  # fmt: skip
+    named |= {"early_above": f"{max(early):.2f}", "early_below": f"{-min(early):.2f}"}
     for name in names(results):
         key = place_of(name)
         named[f"bytes_{key}"] = mean_of((run["bytes"]["total"] for run in found.runs(name)), ".2f")
@@ -362,6 +369,7 @@ def facts(results: Results) -> dict[str, str]:
         if still := run.get("all_lost"):
             key = place_of(run["row"])
             named |= {f"still_{key}": str(len(still)), f"still_from_{key}": f"{max(step for step, _ in still):,}"}
+    named["cloze_stuck"] = span([run["tasks"]["cloze"]["right"] for run in _stuck(results)], percent)
     for stuck in _stuck(results):
         key, (step, loss) = place_of(stuck["row"]), _turn(stuck)
         named |= {f"turn_{key}": f"{step:,}", f"turn_loss_{key}": f"{loss:.1f}"}
@@ -387,9 +395,9 @@ def differences(results: Results) -> Figure:
         if lines:
             places = [step * per_step / 1e6 for step, _ in lines[0]]
             means = [statistics.fmean(d for _, d in each) for each in zip(*lines, strict=False)]
-            label = None if of[name] in told else name if of[name] == name else f"{of[name]}, each seed"
-            axis.plot(places[: len(means)], means, label=label, **style.style())
-            told.add(of[name])
+            label = name if of[name] == name else f"{of[name]}, each seed"
+            axis.plot(places[: len(means)], means, label=None if label in told else label, **style.style())
+            told.add(label)
     axis.set_yscale("symlog", linthresh=CLOSE, linscale=0.9)
     low, high = axis.get_ylim()
     at = [sign * tick for tick in (0.005, 0.02, 0.05, 0.1, 0.5, 2) for sign in (1, -1)]

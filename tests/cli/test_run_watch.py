@@ -41,8 +41,10 @@ def test_once_prints_the_run_as_it_stands(
     records = changed(sound(), "update", ["ln.weight"], lost=1.0, descent_quality=0.0)
     records.append({"kind": "spike", "step": 90, "of": "rms", "name": "wte.weight", "value": 3.5, "threshold": 2.3})
     records.append({"kind": "nonfinite", "step": 95, "of": "gradient", "name": "wte.weight", "value": 2})
+    records.append({"kind": "lost", "step": 97, "of": "lost updates", "name": "ln.weight", "value": 1.0})
     path.write_text("".join(map(line_of, records)))
     text = show(path, capsys, monkeypatch)
+    assert "step 97: every update of ln.weight is lost\n" in text
     assert "AdamW8bit, cpu, step 200, 10 steps/s" in text
     assert "loss" in text
     assert "2.04" in text

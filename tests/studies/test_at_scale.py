@@ -161,7 +161,7 @@ def test_a_part_that_does_not_come_ends_a_run_which_then_goes_on(
     assert stopped["steps"] == first < whole["steps"]
     (tmp_path / "late").rename(late)
     again = trained("two", math.inf)
-    for key in ("validation_loss", "validation", "curve", "tasks", "gauges"):
+    for key in ("validation_loss", "validation", "curve", "tasks", "gauges", "all_lost"):
         assert again[key] == whole[key], key
 
 

@@ -238,7 +238,11 @@ def _badness(values: dict[str, float]) -> float:
 def _alarms(history: History) -> list[RenderableType]:
     lines: list[RenderableType] = []
     for alarm in history.alarms[-ALARMS:]:
-        what = {"nonfinite": "inf or NaN in", "lost": "only"}.get(str(alarm.get("kind")), "spike of")
+        if alarm.get("kind") == "lost":
+            said = f"step {alarm.get('step')}: every update of {alarm.get('name', '')} is lost"
+            lines.append(Text(said, style="yellow"))
+            continue
+        what = "inf or NaN in" if alarm.get("kind") == "nonfinite" else "spike of"
         where = " ".join(str(alarm.get(key, "")) for key in ("of", "name")).strip()
         value = number(as_number(alarm.get("value")))
         lines.append(Text(f"step {alarm.get('step')}: {what} {where}, {value}", style="yellow"))

@@ -97,7 +97,7 @@ def _foreign(live: Group, saved: Group, storage: str) -> dict[str, Any]:
 def _torch_group(optimizer: str, number: int, live: Group, saved: Group) -> dict[str, Any]:
     if saved.get("amsgrad") is True:
         raise ValueError(f"state_dict: amsgrad of group {number} must be False for {optimizer}, got True")
-    if "betas" in live and "momentum" not in live and "betas" not in saved:
+    if "betas" in live and "betas" not in saved:
         raise ValueError(f"state_dict: group {number} must have 'betas' for {optimizer}, got another optimizer's")
     group = dict(saved)
     if "decoupled_weight_decay" not in live:

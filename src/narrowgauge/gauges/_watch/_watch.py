@@ -236,6 +236,7 @@ class Watch:
 
         Raises:
             TypeError, ValueError: for anything else.
+            RuntimeError: if the watch was never entered.
         """
         self._must_have_begun()
         if not isinstance(value, Tensor):
