@@ -1,10 +1,9 @@
 """Linear layers: docs/which_linear.md, from the results of `narrowgauge bench linear` and of runs beside it.
 
 A section for each device that has a file `linear_DEVICE.json` or `language_DEVICE.json`. It begins with whole
-steps (`_whole_steps.py`): of `bench_language.py` without and with CUDA graphs (`graphs_language_`), and of
-`bench_clip.py` with graphs (`graphs_clip_`), without, and with its filter (`clip_`, `clip_filter_`). Layers alone
-follow, also beside peers' (`peers_linear_`). Sections stand between `<!-- linear -->` and `<!-- end -->`. What one
-answers follows from its numbers.
+steps (`_whole_steps.py`), of `bench_language.py` and of `bench_clip.py`, also with its filter (`clip_filter_`).
+Layers alone follow, also beside peers' (`peers_linear_`). Sections stand between `<!-- linear -->` and
+`<!-- end -->`. What one answers follows from its numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from _pages import Results, by_device, commands, markdown, packages, replaced, s
 
 Rows = Mapping[str, Mapping[str, Any]]
 BASELINE = "nn.Linear"
-BESIDE = ("language", "graphs_language", "peers_linear", "graphs_clip", "clip", "clip_filter")
+BESIDE = (*_whole_steps.KINDS, "clip_filter", "peers_linear")
 BLOCK = "a block, q, k, v as one layer"
 _HOST_BOUND = 1.05  # launched one by one, a layer takes so many times its device's work
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from _pages import Results, by_device, markdown, packages, replaced, short
+from _pages import Results, by_device, commands, markdown, packages, replaced, short
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MultipleLocator
@@ -65,7 +65,7 @@ def _origin(results: Results) -> str:
     speed = results["copy_bytes_per_second"]
     shown = f"{speed / 1e12:.2f} TB/s" if speed >= 1e12 else f"{speed / 1e9:.1f} GB/s"
     return (
-        f"`{results['command']}`: {packages(results)}. A large tensor is copied at **{shown}**, "
+        f"{commands(results)}: {packages(results)}. A large tensor is copied at **{shown}**, "
         "reads and writes counted: that is the limit."
     )
 

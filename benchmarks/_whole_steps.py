@@ -13,53 +13,60 @@ from _pages import Results, commands, markdown, packages, short, table
 
 BASELINE = "nn.Linear"
 _HOST_BOUND = 1.05  # a step takes so many times its device's work
-_LAUNCHED = "without CUDA graphs"
-_REPLAYED = 'both sides compiled with `mode="reduce-overhead"`'
-_IN_GRAPHS = (
-    'With `mode="reduce-overhead"`, which replays what is compiled as CUDA graphs. Peak GB leaves out what '
-    "graphs hold:"
-)
-_KINDS = (
-    ("language", "language models", _LAUNCHED),
-    ("graphs_language", "language models", _REPLAYED),
-    ("graphs_clip", "CLIP", _REPLAYED),
-    ("clip", "CLIP", _LAUNCHED),
-)
+# What whole steps are of, and how their kernels are started, by the name of a results file.
+KINDS = {
+    "language": ("language models", "launched from Python"),
+    "cpp_language": ("language models", "launched from C++"),
+    "graphs_language": ("language models", "CUDA graphs"),
+    "clip": ("CLIP", "launched from Python"),
+    "cpp_clip": ("CLIP", "launched from C++"),
+    "graphs_clip": ("CLIP", "CUDA graphs"),
+}
+_HOW = {
+    "launched from Python": "Launched from Python, as `torch.compile` does by itself:",
+    "launched from C++": "Launched from C++, with the option `cpp_wrapper` of `torch.compile`:",
+    "CUDA graphs": (
+        'With `mode="reduce-overhead"`, which replays what is compiled as CUDA graphs. Peak GB leaves out what '
+        "graphs hold:"
+    ),
+}
 _COMPILED = {"blocks": "(each compiled)", "model": "(compiled as one)", "none": "(not compiled)"}
 
 
 def opening(devices: Mapping[str, Results]) -> str:
-    """What a user gets, a line for each device and kind of model; the fastest plan of this library's."""
-    lines = ["How many times as fast a whole training step is with the fastest plan (`nn.Linear` is 1.00):", ""]
+    """What a user gets, a row for each device and model: the fastest plan of this library's, by what launches."""
+    columns, cells = ["GPU", "model", *_HOW], []
     for results in devices.values():
-        for kind, words, way in _KINDS:
-            found = []
+        rows: dict[str, dict[str, str]] = {}
+        for kind, (_, way) in KINDS.items():
             for model, of in results.get(kind, {}).get("models", {}).items():
                 ours = [side for side in results[kind]["layers"] if side[0].isupper()]  # peers begin with a package
-                rows = {side: of["rows"][side] for side in ours if "speedup" in of["rows"].get(side, {})}
-                if rows:
-                    best = max(rows, key=lambda side, rows=rows: rows[side]["speedup"])
-                    found.append(f"{model} {rows[best]['speedup']:.2f} ({best})")
-            if found:
-                device = results[kind]["environment"]["device"]
-                lines.append(f"- {words} on one {device}, {way}: {', '.join(found)}")
-    return "\n".join(lines)
+                found = {side: of["rows"][side] for side in ours if "speedup" in of["rows"].get(side, {})}
+                if found:
+                    best = max(found, key=lambda side, found=found: found[side]["speedup"])
+                    device = results[kind]["environment"]["device"]
+                    row = rows.setdefault(model, {"GPU": device.removeprefix("NVIDIA "), "model": model})
+                    row[way] = f"{found[best]['speedup']:.2f} ({best.removesuffix(' e4m3')})"
+        cells += [[row.get(column, "–") for column in columns] for row in rows.values()]
+    return (
+        "How many times as fast a whole training step is with the fastest plan. `nn.Linear`, compiled in the same "
+        f"way, is 1.00; a plan without a format is e4m3's:\n\n{markdown(columns, cells, words=2).rstrip()}"
+    )
 
 
 def tables(results: Results) -> list[str]:
     """The parts of a device's section that are of whole steps; none without results of them."""
     parts = []
-    if "language" in results:
-        parts += ["### A training step of a language model", fastest(results["language"])]
-        parts += language(results["language"])
-    if "graphs_language" in results:
-        parts += [_IN_GRAPHS, *language(results["graphs_language"])]
-    if "clip" in results or "graphs_clip" in results:
-        parts.append("### A training step of CLIP")
-    if "graphs_clip" in results:
-        parts += [_IN_GRAPHS, clip_table(results["graphs_clip"])]
-    if "clip" in results:
-        parts += ["Without CUDA graphs:"] * ("graphs_clip" in results) + [clip_table(results["clip"])]
+    for models in dict.fromkeys(models for models, _ in KINDS.values()):
+        kinds = {kind: way for kind, (of, way) in KINDS.items() if of == models and kind in results}
+        if kinds:
+            parts.append(f"### A training step of {'CLIP' if models == 'CLIP' else 'a language model'}")
+        for kind, way in kinds.items():
+            parts.append(_HOW[way])
+            if models == "CLIP":
+                parts.append(clip_table(results[kind]))
+            else:
+                parts += [fastest(results[kind]), *language(results[kind])]
     if "clip_filter" in results:
         parts += [
             "With the filter, which leaves layers that measured slower as launched, and all of them if the step is "
@@ -236,7 +243,8 @@ def clip_table(clip: Results) -> str:
         words=2,
     )
     if not ceiling:
-        return f"{drawn}\n{commands(clip)}."
+        bare = " Without gradient checkpoints." * ("--no-checkpointing" in clip["command"])
+        return f"{drawn}\n{commands(clip)}.{bare}"
     shares = (f"{model} {100 * of['linear_share']:.0f} %" for model, of in clip["models"].items())
     graph = " In brackets: the device's work alone, a step replayed from a CUDA graph." if "(*" in drawn else ""
     return (

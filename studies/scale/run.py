@@ -152,7 +152,9 @@ def calculated(results: dict[str, Any], way: str) -> dict[str, float]:
 
 
 def _blocks(results: dict[str, Any]) -> str:
-    return ", blocks compiled" if "--compile" in results["command"] else ""
+    if "--compile" not in results["command"]:
+        return ""
+    return ", blocks compiled" + ", launched from C++" * ("cpp-wrapper" in results["command"])
 
 
 def measured(folder: Path = RESULTS) -> str:

@@ -235,9 +235,12 @@ def test_steps_of_clip_with_and_without_a_filter() -> None:
     assert cells(section)[2:] == [["vit-h-14", "**INT8**", "144", "301", "1.16", "–", "31 s"]]
     assert "share" not in section
     assert 'With `mode="reduce-overhead"`, which' in section
-    assert _whole_steps.opening({"h100": {"graphs_clip": replayed}}).endswith(
-        'CLIP on one a GPU, both sides compiled with `mode="reduce-overhead"`: vit-h-14 1.16 (INT8)'
-    )
+    assert cells(_whole_steps.opening({"h100": {"graphs_clip": replayed}}))[2:] == [
+        ["a GPU", "vit-h-14", "–", "–", "1.16 (INT8)"]
+    ]
+    bare = replayed | {"command": "python benchmarks/bench_clip.py --compile --no-checkpointing"}
+    assert "Without gradient checkpoints." in _layers.section({"cpp_clip": bare}, "h100")
+    assert "Without gradient checkpoints." not in section
 
 
 def test_steps_of_language_models() -> None:
@@ -263,10 +266,8 @@ def test_steps_of_language_models() -> None:
         "curves": {"llama-8b": {"nn.Linear": curve | {"end": 3.25}, "SWITCHBACK int8": curve | {"end": 3.2512},
                                 "nn.Linear, other weights": curve | {"end": 3.24}}},
     }  # fmt: skip
-    assert _whole_steps.opening({"h100": {"language": results}, "cpu": {}}) == (
-        "How many times as fast a whole training step is with the fastest plan (`nn.Linear` is 1.00):\n\n"
-        "- language models on one a GPU, without CUDA graphs: llama-8b 1.40 (TENSORWISE_FP8 e4m3)"
-    )
+    opened = _whole_steps.opening({"h100": {"language": results, "cpp_language": results}, "cpu": {}})
+    assert cells(opened)[2:] == [["a GPU", "llama-8b", "1.40 (TENSORWISE_FP8)", "1.40 (TENSORWISE_FP8)", "–"]]
     section = _layers.section({"language": results}, "h100")
     assert "16 of its 32 blocks (each compiled), width 4,096" in section
     assert "- llama-8b, torchao blockwise: AssertionError: unsupported" in section
@@ -285,9 +286,6 @@ def test_steps_of_language_models() -> None:
     assert "torchao blockwise" not in drawn
     # With graphs, and without noise and the losses of other weights, which a difference is compared with.
     bare = results | {"noise": {}, "curves": {"llama-8b": {"nn.Linear": curve | {"end": 3.25}}}}
-    assert 'a GPU, both sides compiled with `mode="reduce-overhead"`: llama' in (
-        _whole_steps.opening({"h100": {"graphs_language": bare}})
-    )
     assert 'With `mode="reduce-overhead"`, which' in _layers.section({"graphs_language": bare}, "h100")
     cut = bare | {"command": "python x.py --models llama-8b,gpt2"}
     assert "- gpt2: the run ended before" in _layers.section({"graphs_language": cut}, "h100")
