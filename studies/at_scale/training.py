@@ -144,12 +144,14 @@ class Run:
             torch.autograd.backward(loss)
             total += loss.detach()
         if setting.ranks > 1:
-            gradients = [p.grad for p in self.parameters if p.grad is not None]
-            joined = _flatten_dense_tensors(gradients)
-            dist.all_reduce(joined)
             dist.all_reduce(total)
-            for gradient, added in zip(gradients, _unflatten_dense_tensors(joined, gradients), strict=True):
-                gradient.copy_(added)
+            found = [p.grad for p in self.parameters if p.grad is not None]
+            for dtype in dict.fromkeys(gradient.dtype for gradient in found):
+                gradients = [gradient for gradient in found if gradient.dtype == dtype]
+                joined = _flatten_dense_tensors(gradients)
+                dist.all_reduce(joined)
+                for gradient, added in zip(gradients, _unflatten_dense_tensors(joined, gradients), strict=True):
+                    gradient.copy_(added)
         nn.utils.clip_grad_norm_(self.parameters, setting.clip)
         if self.watch is not None:
             self.watch.loss(total)

@@ -75,6 +75,7 @@ class Ours(Row):
     block_size: int = 256  # of quantized states
     # the state storage that embeddings are marked with, over the recipe's; None for no mark
     embeddings: str | None = None
+    keep_fp32: str = ""  # parameters that stay in fp32, as `Recipe.apply` takes them
 
     def formula(self) -> float | None:
         return None if self.embeddings else self.recipe.bytes_per_parameter(self.block_size)
@@ -85,7 +86,10 @@ class Ours(Row):
                 if isinstance(module, nn.Embedding):
                     mark_states(module.weight, self.embeddings)
         known = self.recipe.known(options)
-        return self.recipe.apply(model, decay_all=True, block_size=self.block_size, seed=seed, **known)
+        kept = [self.keep_fp32] * bool(self.keep_fp32)
+        return self.recipe.apply(
+            model, decay_all=True, block_size=self.block_size, seed=seed, keep_fp32=kept, **known
+        )
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import math
@@ -20,6 +21,7 @@ from narrowgauge.trainers._tokens import open_tokens
 from studies.at_scale import page, run, tasks, training
 from studies.at_scale import text as collected
 from studies.at_scale.parts import Parts, ids, pack
+from studies.shared.language import start_of
 
 LINES = [f"a line of its own, which is number {number}" for number in range(60)]
 
@@ -165,9 +167,17 @@ def test_a_part_that_does_not_come_ends_a_run_which_then_goes_on(
         assert again[key] == whole[key], key
 
 
+def test_norms_alone_are_in_fp32() -> None:
+    model = copy.deepcopy(start_of("micro", 512, 32, 0))
+    next(row for row in run.rows() if row.name == "A, norms in fp32").optimizer(model, {"lr": 1e-3}, 0)
+    assert {p.dtype for name, p in model.named_parameters() if ".ln_" in name} == {torch.float32}
+    assert {p.dtype for name, p in model.named_parameters() if ".ln_" not in name} == {torch.bfloat16}
+
+
 @pytest.mark.slow
-def test_two_processes_share_a_run(parts: Path, tmp_path: Path) -> None:
-    task = run.Task("adamw8bit-split8", 1e-3, 0)
+@pytest.mark.parametrize("row", ["adamw8bit-split8", "A, norms in fp32"])  # gradients of one format, and of two
+def test_two_processes_share_a_run(row: str, parts: Path, tmp_path: Path) -> None:
+    task = run.Task(row, 1e-3, 0)
     alone, both = (
         run.one(task, replace(SETTING, micro=4 // ranks, ranks=ranks), parts, tmp_path / str(ranks), 1, math.inf)
         for ranks in (1, 2)
