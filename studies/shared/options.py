@@ -15,7 +15,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from narrowgauge.cli._environment import describe_environment
+from narrowgauge.cli._environment import describe_environment, find_device
+from narrowgauge.cli._files import UsageError
 from narrowgauge.trainers import presets
 
 Out = Annotated[Path, typer.Option(help="Results file to write.")]
@@ -69,11 +70,12 @@ def command(arguments: list[str]) -> str:
 
 def origin(device: str, packages: Sequence[str] = ()) -> dict[str, Any]:
     """`command` and `environment` of a results file, with the versions of some packages."""
+    try:
+        found = find_device(device)
+    except UsageError as error:
+        raise typer.BadParameter(str(error)) from error
     versions = {name: _version(name) for name in packages}
-    return {
-        "command": command(sys.argv),
-        "environment": describe_environment(torch.device(device)) | versions,
-    }
+    return {"command": command(sys.argv), "environment": describe_environment(found) | versions}
 
 
 def _version(package: str) -> str:

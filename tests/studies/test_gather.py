@@ -2,7 +2,9 @@
 
 from typing import Any
 
+import pytest
 import torch
+import typer
 from torch import nn
 
 from narrowgauge.trainers import Batches, next_token_loss
@@ -56,6 +58,11 @@ def test_results_name_no_folder(trained: Any) -> None:
     assert trained.about["training"]["data"] == trained.about["data"]["source"] == "text.txt"
     arguments = ["/some/where/studies/x/run.py", "--data", "/some/where/text.txt", "--out", "/some/where/x.json"]
     assert options.command(arguments) == "python -m studies.x.run --data text.txt"
+
+
+def test_a_gpu_that_is_not_there_is_one_line() -> None:
+    with pytest.raises(typer.BadParameter, match=r"^--device must be one of .* CUDA devices, got 'cuda:99'$"):
+        options.origin("cuda:99")
 
 
 def test_numbers_are_rounded_and_what_is_not_finite_is_left_out() -> None:
