@@ -305,7 +305,7 @@ def test_the_readmes_speed_ups_of_linear_layers_are_those_of_the_committed_resul
     for said in (
         f"{large[fast]} times as fast with tensor-wise float8 as with `nn.Linear`, and {large[careful]} times with",
         f"float8 is {large[peer]} times as fast, with {louder:.0f} dB more noise",
-        f"the three are {small[fast]}, {small[careful]} and {small[peer]} times as fast for LLaMA 1B, and "
+        f"torchao's are {small[fast]}, {small[careful]} and {small[peer]} times as fast for LLaMA 1B, and "
         f"{gpt2[fast]}, {gpt2[careful]} and {gpt2[peer]} times for GPT-2 large",
     ):
         assert said in text
@@ -384,13 +384,14 @@ def test_measured_pages_begin_with_the_answer_that_their_results_give() -> None:
         f"Launched from Python they are {launched[0]} and {launched[1]} times as fast for LLaMA 1B, {slow[0]} and "
         f"{slow[1]} times for GPT-2 large",
         f"`TENSORWISE_FP8` is {huge[0]} times as fast and `SWITCHBACK` {huge[1]} times for ViT-Huge, {large[0]} "
-        f"and {large[1]} times for ViT-Large. For ViT-Base both are slower, {small[0]} and {small[1]} times",
+        f"and {large[1]} times for ViT-Large. For ViT-Base both are slower, by about a fifth",
         f"`SWITCHBACK` is then {replayed['SWITCHBACK e4m3']} times as fast for ViT-Huge, `TENSORWISE_FP8` {graphs} "
         "times for GPT-2 large",
         f"{older_huge} times as fast for ViT-Huge, {older_large} times for ViT-Large and no faster for ViT-Base",
     ):
         assert said in answer
-    assert f"{gpt2[0]} times as fast as with `nn.Linear` on an H200, and {slow[0]} times without" in (
+    assert all(0.75 < float(each) < 0.85 for each in small)
+    assert f"{gpt2[0]} times as fast as with `nn.Linear` if C++ launches both, and {slow[0]} times if Python" in (
         prose("docs/linear.md")
     )
     assert base == "1.00"
