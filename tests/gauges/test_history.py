@@ -21,6 +21,14 @@ from narrowgauge.gauges._records import line_of, packed, unpacked
 from recorded import BLOCKS, NAMES, STRANGE, header, sound, state, step, tensor, update
 
 
+def test_a_parameter_converted_on_its_own_has_its_own_weight_storage() -> None:
+    own = {"a": {"weights": "stochastic", "m": "log8"}, "b": {"m": "log8"}, "c": 3}
+    group = {"weights": "split8", "parameters": ["a", "b", "c", 5], "storages": own}
+    history = History([header() | {"groups": [group, {"parameters": ["d"]}, {"weights": "split"}, 7]}])
+    assert history.weights == {"a": "stochastic", "b": "split8", "c": "split8"}
+    assert [history.low_word_storage(name) for name in "abcde"] == [None, "split8", "split8", None, None]
+
+
 def test_numbers_come_back_by_tensor_and_step() -> None:
     history = History([header(), update(5, "a", rms=2.0), update(10, "a", rms=3.0), update(5, "b", rms=7.0)])
     steps, values = history.series("update", "rms", "a")

@@ -321,11 +321,15 @@ def test_a_training_that_diverges_names_a_few_tensors(caplog: pytest.LogCaptureF
 
 
 def test_a_tensor_whose_updates_are_all_lost_raises_one_alarm(caplog: pytest.LogCaptureFixture) -> None:
-    """bf16 cannot store a change of 1e-4 in the ones of a norm; in fp32, and in the matrix, updates arrive."""
-    for dtype, wanted in ((torch.bfloat16, [("1.weight", 6)]), (torch.float32, [])):
+    """bf16 cannot store a change of 1e-4 in the ones of a norm; in fp32, and in the matrix, updates arrive.
+
+    Rounded stochastically, a step moves none of so few elements, and another one does.
+    """
+    low, high = torch.bfloat16, torch.float32
+    for dtype, weights, wanted in ((low, "plain", [("1.weight", 6)]), (low, "stochastic", []), (high, "plain", [])):
         alarmed: list[dict[str, Any]] = []
         net = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.LayerNorm(8, bias=False)).to(dtype)
-        optimizer = optim.AdamW(net.parameters(), 1e-4, weights="plain", weight_decay=0.0)
+        optimizer = optim.AdamW(net.parameters(), 1e-4, weights=weights, weight_decay=0.0)
         caplog.clear()
         with (
             caplog.at_level(logging.WARNING, "narrowgauge.gauges"),
@@ -337,7 +341,10 @@ def test_a_tensor_whose_updates_are_all_lost_raises_one_alarm(caplog: pytest.Log
                 net(x).square().sum().backward()
                 optimizer.step()
         assert [(row["name"], row["step"]) for row in alarmed] == wanted
+        rows = [row for row in watch.rows() if row["kind"] == "update" and row["name"] == "1.weight"]
+        assert (rows[-1]["lost"] == 1) == (dtype == low), "the case is one: every measured update is lost"
         assert alarmed == [row for row in watch.rows() if row["kind"] == "lost"]
+        assert any("1.weight" in a.finding for a in gauges.advise(watch.rows())) == bool(wanted)
         said = "step 6: every update of 1.weight is lost, as in the two measurements before; see gauges.advise"
         assert [record.getMessage() for record in caplog.records] == [said] * len(wanted)
 

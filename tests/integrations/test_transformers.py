@@ -197,6 +197,11 @@ def test_the_factory_takes_the_file_of_a_fitted_recipe(tmp_path: Path) -> None:
         RecipeFactory()(model(), recipe=path, lr=0.01, linear="SWITCHBACK")
 
 
+def test_autocast_beside_a_cast_model_is_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"^args.bf16 and args.fp16 switch on autocast: leave them out"):
+        RecipeFactory()(model(), training_arguments(tmp_path, bf16=True), recipe="adamw8bit-split8")
+
+
 def test_the_factory_refuses_what_would_train_something_else() -> None:
     network, make = model(), RecipeFactory()
     with pytest.raises(ValueError, match=r"^lr must be given, or args=TrainingArguments\(\.\.\.\)"):

@@ -65,6 +65,15 @@ def test_an_argument_of_bitsandbytes_is_refused_with_what_to_use(argument: str, 
         AdamW8bit([parameter()], **{argument: None})
 
 
+def test_a_misspelled_argument_is_refused_with_the_nearest() -> None:
+    for given, near in (("weightdecay", "weight_decay"), ("state", "states"), ("beta2_schedul", "beta2_schedule")):
+        message = rf"^AdamW8bit\(\) got an unexpected keyword argument '{given}'; the nearest is '{near}'$"
+        with pytest.raises(TypeError, match=message):
+            AdamW8bit([parameter()], **{given: 0.1})
+    with pytest.raises(TypeError, match=r"argument 'x'$"):
+        AdamW8bit([parameter()], x=1)
+
+
 def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
     p = parameter()
     optimizer = AdamW([p])

@@ -41,8 +41,29 @@ _MOST_MAPS = 16  # this library writes one
 # SwitchBack searches for spikes from step 1000 of 20,000 on (Section 3.2, Appendix E): before it the learning rate
 # is low and the moments are young. The same share of a shorter run.
 _START, _SHARE = 1000, 20
-# Weight storages that store nothing beside the weight.
-_NO_LOW_WORDS = ("plain", "stochastic")
+STOCHASTIC = "stochastic"  # the weight storage that loses most updates on purpose, and in the mean none
+_NO_LOW_WORDS = ("plain", STOCHASTIC)  # those that store nothing beside the weight
+
+
+def weight_storages(header: Mapping[str, Any]) -> dict[str, str]:
+    """Weight storages by parameter, of a first record: the group's, or a parameter's own."""
+    found = {}
+    for group in _groups_of(header):
+        own = group.get("storages")
+        for name in group["parameters"]:
+            apart = own.get(name) if isinstance(own, Mapping) else None
+            found[name] = (apart if isinstance(apart, Mapping) else {}).get("weights", group.get("weights"))
+    return {name: storage for name, storage in found.items() if isinstance(storage, str)}
+
+
+def _groups_of(header: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The groups of a first record, those with names of parameters."""
+    groups = header.get("groups")
+    return [
+        group | {"parameters": [name for name in group["parameters"] if isinstance(name, str)]}
+        for group in (groups if isinstance(groups, list) else ())
+        if isinstance(group, dict) and isinstance(group.get("parameters"), list)
+    ]
 
 
 class Series(NamedTuple):
@@ -78,6 +99,7 @@ class History:
     Attributes:
         header: the first record of kind "run", empty without one.
         parameters: names and shapes from the header; an invalid shape is empty.
+        weights: weight storages by parameter, from the header.
         runs: number of headers: more than one for a run that was resumed into the same file.
         count: number of records.
         ignored: number of records without a step of at least 1, without a name, or with an invalid or surplus map.
@@ -103,6 +125,7 @@ class History:
         self.maps: dict[str, tuple[Floats, Floats]] = {}
         self.memo: dict[str, Any] = {}
         self._groups: dict[str, Mapping[str, Any]] = {}
+        self.weights: dict[str, str] = {}
         self._columns: dict[tuple[str, str, str], tuple[array[int], array[float]]] = {}
         self._names: dict[str, dict[str, None]] = {}
         for record in records:
@@ -149,13 +172,12 @@ class History:
 
     def _begin(self, header: dict[str, Any]) -> None:
         self.header = header
-        shapes, groups = header.get("parameters"), header.get("groups")
+        shapes = header.get("parameters")
         for name, shape in shapes.items() if isinstance(shapes, dict) else ():
             self.parameters[name] = list(shape) if isinstance(shape, list) and all(map(_is_count, shape)) else []
-        for group in groups if isinstance(groups, list) else ():
-            members = group.get("parameters") if isinstance(group, dict) else None
-            if isinstance(members, list):
-                self._groups |= {member: group for member in members if isinstance(member, str)}
+        for group in _groups_of(header):
+            self._groups |= dict.fromkeys(group["parameters"], group)
+        self.weights = weight_storages(header)
 
     def _add_numbers(self, key: tuple[str, str], prefix: str, step: int, values: Record) -> None:
         for field, value in values.items():
@@ -269,8 +291,8 @@ class History:
 
     def low_word_storage(self, name: str) -> str | None:
         """The weight storage of a parameter with low words or a master copy; None without, or if not known."""
-        weights = self.group_of(name).get("weights")
-        return weights if isinstance(weights, str) and weights not in _NO_LOW_WORDS else None
+        weights = self.weights.get(name)
+        return None if weights in _NO_LOW_WORDS else weights
 
     @property
     def uses_float8(self) -> bool:

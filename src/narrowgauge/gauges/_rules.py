@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 
 from narrowgauge._text import listed
-from narrowgauge.gauges._history import History, Series, as_number
+from narrowgauge.gauges._history import STOCHASTIC, History, Series, as_number
 from narrowgauge.gauges._spike_matching import REACH, RMS_THRESHOLD, find_precursors
 
 Urgency = Literal["change", "watch", "note"]
@@ -51,9 +51,7 @@ VISIBLE_LOST, STORED_LOST = 0.1, 0.01
 # fifth.
 STALE_RATIO, STALE_SHARE, STEADY_GRADIENT = 0.5, 0.5, 0.8
 
-_KEEP_LOW_WORDS = (
-    "Keep low words: weights='split8' or 'expansion' (Collage-light), or round with weights='stochastic'."
-)
+_KEEP_LOW_WORDS = "Keep low words: weights='split8' or 'expansion' (Collage-light)"
 _NOT_LOST = "Collage, Definition 3.2: an update of zero is not a lost one"
 
 
@@ -441,7 +439,13 @@ def lost_updates(history: History) -> Finding | None:
     whole = _medians(history, "update", "descent_quality", quantity, MODEL_QUALITY, [""]).get("")
     quality = _medians(history, "update", "descent_quality", quantity, TENSOR_QUALITY)
     shares = _medians(history, "update", "lost")
-    moving = {name for name in quality if _median(_later_half(history.series("update", "norm", name))) > 0}
+    moving = {
+        name
+        for name in quality
+        # Of few elements that are rounded stochastically a measured step often moves none, and others do.
+        if history.weights.get(name) != STOCHASTIC
+        and _median(_later_half(history.series("update", "norm", name))) > 0
+    }
     still = [name for name in sorted(moving & set(shares)) if shares[name].value >= ALL_LOST]
     low = [e for e in quality.values() if e.name in moving and e.value < TENSOR_QUALITY]
     low.sort(key=lambda e: (e.value, e.name))
@@ -463,7 +467,8 @@ def lost_updates(history: History) -> Finding | None:
         storage = f" (weights='{storages[0]}')" if storages else ""
         action = f"Low words are kept{storage} and do not suffice: use weights='split' or 'master'."
     else:
-        action = _KEEP_LOW_WORDS
+        rounding = "" if STOCHASTIC in history.weights.values() else f", or round with weights='{STOCHASTIC}'"
+        action = f"{_KEEP_LOW_WORDS}{rounding}."
         if len(low) < len(quality) and still and not others and not model_loses:
             action += " These tensors alone are enough, in a parameter group of their own."
     source = "Collage, Sections 3.2 and 5.1, Definitions 3.2 and 3.3"

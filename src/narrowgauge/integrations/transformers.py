@@ -11,9 +11,11 @@ A callback with the gauges is `narrowgauge.gauges.HuggingFaceCallback`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import TrainingArguments
 
@@ -67,6 +69,9 @@ class RecipeFactory:
                 f"linear must be None with recipe {chosen.name!r}, which has plans of layers, got {plan.title}"
             )
         given = {**chosen.known(hyperparameters(args)), **options} if args is not None else options
+        if args is not None and (args.bf16 or args.fp16) and chosen.dtype != torch.float32:
+            what = "args.bf16 and args.fp16 switch on autocast: leave them out, the recipe casts the model"
+            warnings.warn(what, stacklevel=2)
         if lr is not None:
             given["lr"] = lr
         if "lr" not in given:

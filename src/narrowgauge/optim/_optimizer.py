@@ -109,7 +109,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
             name = type(self).__name__
             raise TypeError(f"params must be parameters, got a model: pass {name}(model.named_parameters())")
         self._reset()
-        defaults = {**hyperparameters, **with_defaults(type(self).__name__, options), VERSION_KEY: VERSION}
+        defaults = {**hyperparameters, **with_defaults(type(self), options), VERSION_KEY: VERSION}
         defaults["rule"] = self.base_rule(defaults).name
         self.defaults = defaults
         self.check(defaults)

@@ -5,6 +5,7 @@ Hyperparameters are refused in torch's words, so that code which reads them stil
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import math
@@ -131,15 +132,20 @@ _REFUSALS = {
 }
 
 
-def with_defaults(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """All options, those not given at their defaults; a TypeError for an unknown one.
+def with_defaults(of: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of an optimizer, those not given at their defaults; a TypeError for an unknown one.
 
-    Of an argument of bitsandbytes it says what to use instead.
+    Of an argument of bitsandbytes it says what to use instead, else the nearest argument of the optimizer.
     """
     for option in options:
         if option not in _DEFAULTS:
-            hint = f": {_INSTEAD[option]}" if option in _INSTEAD else ""
-            raise TypeError(f"{name}() got an unexpected keyword argument {option!r}{hint}")
+            inits = [vars(base)["__init__"] for base in of.__mro__ if "__init__" in vars(base)]
+            known = {name for init in inits for name in inspect.signature(init).parameters}
+            near = difflib.get_close_matches(option, known - {"self", "args", "options"}, 1)
+            hint = f"; the nearest is {near[0]!r}" if near else ""
+            if option in _INSTEAD:
+                hint = f": {_INSTEAD[option]}"
+            raise TypeError(f"{of.__name__}() got an unexpected keyword argument {option!r}{hint}")
     given = dict(options)
     if isinstance(given.get("states"), Mapping):
         given["states"] = dict(given["states"])

@@ -262,11 +262,10 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
         raise ValueError(f"{error} ({name})") from None
     if dtype not in weight.dtypes:
         taken = " or ".join(str(dtype).removeprefix("torch.") for dtype in weight.dtypes)
-        # accelerate shards a model after its optimizer was made.
-        hint = "; under accelerate mixed_precision must be 'no', or it makes sharded weights float32"
-        raise ValueError(
-            f"params must be {taken} for weights={weight.name!r}, got {dtype} ({name}){hint * is_shared(p)}"
-        )
+        hint = "cast the model before its optimizer is made"
+        if is_shared(p):  # accelerate shards a model after that
+            hint = "under accelerate mixed_precision must be 'no', or it makes sharded weights float32"
+        raise ValueError(f"params must be {taken} for weights={weight.name!r}, got {dtype} ({name}); {hint}")
     if weight.float8 and not is_float8:
         what = "a DTensor, and must not be sharded" if is_shared(p) else f"{dtype}"
         raise ValueError(

@@ -200,9 +200,10 @@ def _check_model(model: nn.Module, manifest: Manifest) -> None:
             raise ValueError(f"model: {name!r} must have data (model.to_empty), got the meta device")
         wanted = DTYPES[entry.dtype], entry.shape
         if (value.dtype, tuple(value.shape)) != wanted:
+            hint = "; cast the model before its optimizer is made" if tuple(value.shape) == wanted[1] else ""
             raise ValueError(
                 f"model: {name!r} is {value.dtype} of shape {tuple(value.shape)}, the checkpoint has {wanted[0]} "
-                f"of shape {wanted[1]}"
+                f"of shape {wanted[1]}{hint}"
             )
 
 

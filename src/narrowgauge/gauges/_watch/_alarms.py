@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
+from narrowgauge.gauges._history import STOCHASTIC, weight_storages
 from narrowgauge.gauges._records import LOG, Record
 from narrowgauge.gauges._rules import ALL_LOST, MIN_MEASUREMENTS
 from narrowgauge.gauges._spikes import LossSpikes, RmsSpikes, Spike
@@ -30,8 +31,13 @@ class Alarms:
         self._rms: dict[str, RmsSpikes] = {}
         self._once: set[tuple[str, str]] = set()
         self._lost: Counter[str] = Counter()
+        self._random: set[str] = set()
         self._logged: Counter[str] = Counter()
         self._raised: deque[Record] = deque()
+
+    def begin(self, header: Record) -> None:
+        """Take in a run's first record. Weights that are rounded stochastically may lose every update of a step."""
+        self._random = {name for name, weights in weight_storages(header).items() if weights == STOCHASTIC}
 
     def notify(self) -> None:
         """Call the user's function with the alarms raised since."""
@@ -79,7 +85,7 @@ class Alarms:
         for each, ratio in ratios.items():
             watch = self._rms.setdefault(each, RmsSpikes(warmup=self._warmup))
             found += self._spike(watch.add(ratio, step), "rms", each)
-        if kind == "update" and name:
+        if kind == "update" and name and name not in self._random:
             self._lost[name] = self._lost[name] + 1 if record.get("lost", 0.0) >= ALL_LOST else 0
             if self._lost[name] >= MIN_MEASUREMENTS and self._first("lost", name):
                 values = {"value": record["lost"], "threshold": ALL_LOST}

@@ -61,12 +61,13 @@ class RecordSink:
         if not first:
             self._alarms = None
             return
+        assert self._alarms is not None
+        self._alarms.begin(header)
         if self._path is not None:
             self.writer = Writer(self._path, self._resume_from)
         if self._folder is not None:
             self._tensorboard = TensorBoardWriter(self._folder, self._resume_from or 0)
         if self.writer is not None and self.writer.continues:
-            assert self._alarms is not None
             self._alarms.replay(read_records(self.writer.path))
         elif self.writer is not None:
             self.writer.write([header])

@@ -102,7 +102,7 @@ class AdamW(Adam):
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad,
             decoupled_weight_decay=True, beta2_schedule=beta2_schedule,
-            **with_defaults(type(self).__name__, options),
+            **with_defaults(type(self), options),
         )  # fmt: skip
 
 
