@@ -38,5 +38,5 @@ GPT = fitted(
     choice("*.mlp.*.weight", elements=60_000, chosen=kept("split8", MIXED, 6.53), reason="little noise"),
     choice("*", elements=30_000, chosen=kept("master", WIDE, 16.0)),
     plans=(layers("*.mlp.c_fc"),),
-    facts={"model": "micro", "parameters": 110_000},
+    facts={"model": "micro"},
 )

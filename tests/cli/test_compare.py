@@ -17,7 +17,7 @@ from fitted_recipes import GPT
 from forked import Command
 from narrowgauge import __version__
 from narrowgauge.cli import main
-from narrowgauge.trainers import _comparison
+from narrowgauge.trainers import _comparison, prepare_tokens
 
 pytestmark = pytest.mark.usefixtures("surroundings")
 
@@ -188,11 +188,13 @@ def prepare(folder: Path) -> None:
     binary.write_bytes(bytes(range(256)) * 10)
     short.write_text("too short")
     blocked.write_text("a file where a folder is wanted")
+    prepare_tokens(short, folder / "tokens", vocabulary=256, workers=1)
 
 
 BAD = {
     "binary data": (["--data", "FOLDER/binary.bin"], "binary.bin"),
     "short data": (["--data", "FOLDER/short.txt"], "tokens"),
+    "prepared tokens": (["--data", "FOLDER/tokens"], "--data must be the text itself for compare, got prepared"),
     "unknown recipe": (["--recipes", "A,E"], "recipe must be one of fp32, bf16 (A)"),
     "no recipe": (["--recipes", ","], "--recipes must name one or more"),
     "a recipe twice": (["--recipes", "A,bf16"], "--recipes must name each recipe once, got bf16 twice"),

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import signal
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -23,6 +24,7 @@ from PIL import Image
 
 from narrowgauge import recipes, trainers
 from narrowgauge.cli import main
+from narrowgauge.cli._fit import next_commands
 from narrowgauge.cli._fit_options import OF_COMPARE, OF_TRAINING, FitOptions
 from narrowgauge.cli._options import CompareOptions
 from narrowgauge.cli._report._bill_page import write_bill
@@ -78,7 +80,7 @@ def whole(model: torch.nn.Module) -> FittedRecipe:
     count = sum(p.numel() for p in model.parameters())
     how = kept("split8", {"m": "log8", "v": "log8"}, 7.03, 0.05, 0.0004)
     choice = Choice(("*",), len([*model.parameters()]), count, how, None, None, "narrow enough")
-    return replace(recipe(), choices=(choice,), layers=())
+    return replace(recipe(parameters=count), choices=(choice,), layers=())
 
 
 def test_its_options_are_those_of_a_training_and_its_own() -> None:
@@ -170,13 +172,37 @@ def test_the_planned_training_is_handed_over_and_the_recipe_written(
     typed = " ".join(map(str, words))
     path = out / "recipe.toml"
     assert f"narrowgauge train --recipe {path} {typed}\n" in printed
-    shared = f"--data {text} --model micro --vocabulary 256 --sequence 16 --batch 4 --lr 0.01 --seed 5"
-    assert f"narrowgauge compare --recipes D,{path} {shared}\n" in printed
+    shared = f"--data {text} --steps 50 --batch 4 --sequence 16 --vocabulary 256 --seed 5 --lr 0.01 --warmup 2"
+    assert f"narrowgauge compare --recipes D,{path} {shared} --beta2 0.95\n" in printed
     assert recipes.load(path) == whole(given["model"])
     assert "7.03 bytes a parameter" in (out / "bill.html").read_text()
     assert fit(*own, *words) == 0
     assert {p.name.split(".")[0] for p in out.iterdir()} == {"recipe", "bill"}
     assert len([*out.iterdir()]) == 4
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"model": "micro", "steps": 300, "lr": 1e-4, "warmup": 10, "vocabulary": 1024, "beta2": 0.999},
+        {"data": Path("a text's.txt"), "batch": 2, "sequence": 64, "vocabulary": 256, "seed": 3, "beta1": 0.8,
+         "eps": 1e-6, "weight_decay": 0.0, "device": "cpu"},
+    ],
+)  # fmt: skip
+def test_the_comparison_that_is_printed_has_the_settings_of_the_fit(
+    changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = FitOptions(out=Path("it's here"), **changed)
+    seen: list[CompareOptions] = []
+    monkeypatch.setattr("narrowgauge.cli._compare.compare", lambda options, line: seen.append(options) or 0)
+    *_, line = next_commands(options, ["fit"])
+    assert main(shlex.split(line)[1:]) == 0
+    planned = {name: getattr(options, name) for name in OF_COMPARE}
+    planned |= {"eps": options.eps or 1e-8, "vocabulary": options.vocabulary or 4096}
+    assert {name: getattr(seen[0], name) for name in OF_COMPARE} == planned
+    assert seen[0].names == ("D", "it's here/recipe.toml")
+    assert len(shlex.split(line)) == 4 + 2 * sum(planned[n] != getattr(CompareOptions, n) for n in OF_COMPARE)
 
 
 @pytest.mark.parametrize("model", ["micro", "bert-micro", "clip-micro", "vit-micro"])
@@ -219,7 +245,12 @@ def test_the_choice_is_checked_beside_d(
         f"{between['spread']:.5f} over 2 seeds: the mean of the differences of each seed, and their standard "
         "deviation."
     )
-    assert said in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert said in printed
+    announced = (
+        "--verify: 4 trainings, of D and of the choice (--verify-seeds 2), with 2 steps each (--verify-steps)\n"
+    )
+    assert announced in printed.partition("D, seed")[0]
     page = (tmp_path / "bill.html").read_text()
     assert said in Page(page).text
     assert 'href="verify/report.html"' in page

@@ -299,6 +299,27 @@ def test_a_memory_takes_what_the_plan_fits() -> None:
         fitted(memory=100_000, **given)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_small_tensors_keep_low_words_beside_large_ones_of_like_names(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+
+    def squares(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x.to(dtype)).float() - x).square().mean()
+
+    drawn = [torch.randn(8, 64) for _ in range(50)]
+    recipe = ng.recipes.fit(
+        model, lambda: iter(drawn), squares, lr=1e-3, steps=300, tolerance=9.0, seconds=NO_TIME, dtype=dtype
+    )
+    wide = {torch.bfloat16: {"split8", "split"}, torch.float16: {"kahan", "master"}, torch.float32: {"plain"}}[
+        dtype
+    ]
+    kept = {one.elements // one.tensors: one.chosen for one in recipe.choices}
+    assert kept.keys() == {64, 4096}
+    assert kept[64].weights in wide
+    assert kept[4096].weights in ("plain", "stochastic")
+    assert [set(kept[size].states.values()) for size in (64, 4096)] == [{"fp32"}, {"log4"}]
+
+
 def one_batch() -> Iterator[Tensor]:
     yield torch.zeros(8, 12, dtype=torch.int64)
 
@@ -319,7 +340,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "the same batch": ({"batches": same_batch}, "must give different batches"),
     "a loss of nan": ({"loss": lambda m, x: loss(m, x) * math.nan}, "loss must be finite .*, got nan at step 1"),
     "a rule with sums": ({"optimizer": ng.optim.LAMB}, "optimizer must be elementwise"),
-    "an argument of no optimizer": ({"momentum": 0.9}, "momentum"),
+    "an argument of no optimizer": (
+        {"tolerence": 1}, r"^fit\(\) must get arguments of its own or of AdamW, got 'tolerence'$"
+    ),
+    "batches in a list": ({"batches": [0]}, "^batches must be a function that returns an iterator .*, got list$"),
 }  # fmt: skip
 
 

@@ -146,7 +146,7 @@ def test_layers_compute_by_their_plans() -> None:
     assert attention.out_proj.plan == SWITCHBACK
 
 
-FITTED_FOR = "recipe 'by-hand' was fitted for GPT of 33088 parameters"
+FITTED_FOR = "recipe 'by-hand' was fitted for GPT of {} parameters: fit again for this model"
 REFUSED: dict[str, tuple[Any, Any, str]] = {
     "a parameter of no choice": (
         nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.Linear(256, 64), nn.PReLU()),
@@ -176,14 +176,28 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_another_model_is_refused_and_left_alone(case: str) -> None:
     model, one, words = REFUSED[case]
-    one = replace(one, facts={"model": "GPT", "parameters": 33088})
+    count = sum(p.numel() for p in model.parameters())
+    one = replace(one, facts={"model": "GPT", "parameters": count})
     kinds = {name: type(layer) for name, layer in model.named_modules()}
     with pytest.raises(ValueError, match=re.escape(words)) as refused:
         one.apply(model, lr=0.01)
-    assert str(refused.value).endswith(FITTED_FOR)
+    assert str(refused.value).endswith(FITTED_FOR.format(count))
     assert "\n" not in str(refused.value)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert {name: type(layer) for name, layer in model.named_modules()} == kinds
+
+
+def test_a_model_of_another_size_is_warned_of() -> None:
+    narrower = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    one = recipe(facts={"model": "GPT", "parameters": 33088})
+    with pytest.warns(UserWarning, match=f"^model has 280 parameters, and {FITTED_FOR.format(33088)}$") as caught:
+        one.apply(narrower, lr=0.01)
+    assert [warning.filename for warning in caught] == [__file__]
+    one.apply(network(), lr=0.01)
+
+
+def test_its_repr_is_a_line() -> None:
+    assert repr(recipe()) == "FittedRecipe('by-hand', \"a test's\", 11.29 bytes a parameter, choices: 3)"
 
 
 def test_what_cannot_be_kept_is_refused_when_it_is_made() -> None:
@@ -235,3 +249,9 @@ def test_the_bill_has_neighbors_reasons_and_the_sum() -> None:
     assert rows["in"] == f"in all 33,088 {bill.bytes:.2f} 0.00075 {100 * bill.noise:.3g} %"
     assert [rows[name].split()[1] for name in ("adamw8bit-split8", "master")] == ["7.03", "16.00"]
     assert "SWITCHBACK: int8  2 %" in page
+    widest = max(map(len, page.splitlines()))
+    assert bill.text(widest) == page
+    assert bill.text(widest - 1) != page
+    narrow = bill.text(1)
+    assert "the next" not in narrow
+    assert " ".join(narrow.splitlines()[5].split()) == f"{first} 16,384 split8, log4 log8 6.53 0.00071 3 %"

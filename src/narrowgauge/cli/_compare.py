@@ -25,6 +25,7 @@ from narrowgauge.recipes import Recipe
 from narrowgauge.trainers import CompareProgress, Comparison, Run, TokenizedCorpus
 from narrowgauge.trainers._compare_table import legend, tables
 from narrowgauge.trainers._comparison import check_settings, named_recipes, outcome
+from narrowgauge.trainers._tokens import is_prepared
 
 _SIZE = 2**31 - 1
 # The least and the most of each option.
@@ -149,6 +150,8 @@ def _named(options: CompareOptions) -> dict[str, Recipe]:
 
 def _prepare(options: CompareOptions, display: CompareDisplay) -> tuple[TokenizedCorpus, dict[str, Any]]:
     """Read and tokenize the text; say what it is."""
+    if options.data is not None and is_prepared(options.data):
+        raise UsageError(f"--data must be the text itself for compare, got prepared tokens: {options.data}")
     with user_input():
         corpus = trainers.load_corpus(options.data)
     tokens = trainers.tokenize(corpus, options.vocabulary, on_progress=display.stage)

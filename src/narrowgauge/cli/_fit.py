@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from narrowgauge.cli._options import CompareOptions
 from narrowgauge.cli._report._bill_page import MIXED, write_bill
 from narrowgauge.cli._results import REPORT, set_aside
 from narrowgauge.recipes import FittedRecipe
-from narrowgauge.trainers import Comparison, presets
+from narrowgauge.trainers import DEFAULT_VOCABULARY, Comparison, presets
 from narrowgauge.trainers._build import plain_model
 from narrowgauge.trainers._data import Opened, open_task
 from narrowgauge.trainers._image_models import ClipSizes
@@ -63,8 +63,13 @@ def fit(options: FitOptions, words: Sequence[str]) -> int:
         set_aside(options.out, (RECIPE, BILL))
         recipe.save(path)
         write_bill(recipe, options.out / BILL, commands=commands)
-        print(recipe.bill())
+        print(recipe.bill().text(display.console.width))
         if options.verify:
+            print(
+                f"--verify: {2 * options.verify_seeds} trainings, of {MIXED} and of the choice "
+                f"(--verify-seeds {options.verify_seeds}), with {options.verify_steps} steps each (--verify-steps)",
+                flush=True,
+            )
             found = _verify(work, recipe, shlex.join(["narrowgauge", *words]))
             if found is None:
                 return 130
@@ -215,21 +220,21 @@ def difference(results: dict[str, Any], steps: int) -> str:
 
 
 def next_commands(options: FitOptions, words: Sequence[str]) -> list[str]:
-    """Command lines that use the recipe, with the flags that were given."""
+    """Command lines that use the recipe: `train` with the flags that were given, `compare` with those it needs."""
     path = str(options.out / RECIPE)
-    flags: list[list[str]] = []
+    given: list[str] = []
+    taken = False
     for word in words[1:]:
         if word.startswith("--"):
-            flags.append([word])
-        elif flags:
-            flags[-1].append(word)
-
-    def kept(names: Iterable[str]) -> list[str]:
-        return [word for flag in flags for word in flag if _name(flag[0]) in names]
-
-    commands = [["train", "--recipe", path, *kept((*OF_TRAINING, "config"))]]
+            taken = _name(word) in (*OF_TRAINING, "config")
+        given += [word] if taken else []
+    commands = [["train", "--recipe", path, *given]]
     if options.model in presets():
-        commands.append(["compare", "--recipes", f"{MIXED},{path}", *kept(OF_COMPARE)])
+        planned = replace(options, vocabulary=options.vocabulary or DEFAULT_VOCABULARY)
+        commands.append(["compare", "--recipes", f"{MIXED},{path}"])
+        for name in OF_COMPARE:
+            if (value := getattr(planned, name)) not in (None, getattr(CompareOptions, name)):
+                commands[-1] += [f"--{name.replace('_', '-')}", str(value)]
     return [shlex.join(["narrowgauge", *command]) for command in commands]
 
 

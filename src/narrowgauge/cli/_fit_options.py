@@ -31,8 +31,8 @@ OF_TRAINING = (
 )  # fmt: skip
 # Of those, what compare takes with the same meaning.
 OF_COMPARE = (
-    "data", "model", "batch", "sequence", "vocabulary", "seed", "lr", "beta1", "beta2", "eps", "weight_decay",
-    "device",
+    "data", "model", "steps", "batch", "sequence", "vocabulary", "seed", "lr", "warmup", "beta1", "beta2", "eps",
+    "weight_decay", "device",
 )  # fmt: skip
 
 

@@ -73,15 +73,19 @@ class Bill:
         return {name: recipe.bytes_per_parameter() for name, recipe in made.items()}
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, width: float = math.inf) -> str:
+        """The tables; one that is wider than `width` is without the neighbors, which the recipe's file has."""
         facts = ", ".join(f"{name.replace('_', ' ')} {_fact(value)}" for name, value in self.facts.items())
         lines = [f"{self.recipe.name}: {self.recipe.title}", *_indented(facts), ""]
         rows: list[tuple[str, ...]] = [_kept_row(choice) for choice in self.choices]
         costs = f"{self.bytes:.2f}", _loss(self.loss), _percent(self.noise), _ms(self.ms)
         rows.append(("in all", f"{self.elements:,}", "", *costs, "", ""))
         rows += [(name, "", "", f"{size:.2f}", *[""] * 5) for name, size in self.uniform().items()]
-        lines += [as_text((*_KEPT, *_COSTS), rows), "", *textwrap.wrap(_NOTE, _WIDTH)]
+        lines += [_table(_KEPT, rows, width), "", *textwrap.wrap(_NOTE, _WIDTH)]
         if self.layers:
-            lines += ["", as_text((*_COMPUTED, *_COSTS), [_computed_row(layer) for layer in self.layers])]
+            lines += ["", _table(_COMPUTED, [_computed_row(layer) for layer in self.layers], width)]
         return "\n".join(lines)
 
 
@@ -94,6 +98,13 @@ _NOTE = (
     "noise moves them. ms: of an optimizer step. "
     "Why each was chosen: optimizer.describe(), or the page."
 )
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: float) -> str:
+    whole = as_text((*head, *_COSTS), rows)
+    if max(map(len, whole.splitlines())) <= width:
+        return whole
+    return as_text((*head, _COSTS[0]), [row[:-2] for row in rows])
 
 
 def _kept_row(choice: Choice) -> tuple[str, ...]:

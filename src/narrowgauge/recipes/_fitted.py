@@ -8,6 +8,7 @@ them to a TOML file, from which `load` makes the same recipe again.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,6 +66,10 @@ class FittedRecipe(Recipe):
         object.__setattr__(self, "states", _states(most))
         super().__post_init__()
 
+    def __repr__(self) -> str:
+        size, count = self.bill().bytes, len(self.choices)
+        return f"FittedRecipe({self.name!r}, {self.title!r}, {size:.2f} bytes a parameter, choices: {count})"
+
     def _check(self, where: str, kept: Kept | None) -> None:
         """Refuse storages that the recipe's dtype or optimizer does not have."""
         if kept is None:
@@ -102,12 +107,16 @@ class FittedRecipe(Recipe):
                 chosen = dict.fromkeys(named("choices", model, choice.parameters), own) | chosen
         except ValueError as error:
             raise ValueError(f"{error}; {self._fitted_for()}") from None
-        for name, p in (named_p for group in groups for named_p in group["params"]):
+        trained = [each for group in groups for each in group["params"]]
+        for name, p in trained:
             if id(p) not in chosen:
                 raise ValueError(
                     f"model must have parameters that some choice of the recipe names, got {name!r}; "
                     f"{self._fitted_for()}"
                 )
+        count = sum(p.numel() for _, p in trained)
+        if count != self.facts.get("parameters", count):
+            warnings.warn(f"model has {count} parameters, and {self._fitted_for()}", stacklevel=3)
         return [{**group, KEPT: {name: chosen[id(p)] for name, p in group["params"]}} for group in groups]
 
     def _own(self, choice: Choice) -> dict[str, str]:
@@ -118,10 +127,10 @@ class FittedRecipe(Recipe):
         return {"weights": kept.weights, **kept.states, REASON: choice.reason}
 
     def _fitted_for(self) -> str:
-        """What the recipe was fitted for, as the end of an error message."""
+        """What the recipe was fitted for and what to do, as the end of an error or a warning."""
         model, count = self.facts.get("model", "a model"), self.facts.get("parameters")
         of = model if count is None else f"{model} of {count} parameters"
-        return f"recipe {self.name!r} was fitted for {of}"
+        return f"recipe {self.name!r} was fitted for {of}: fit again for this model"
 
     def bill(self) -> Bill:
         """What each choice and its neighbors cost, and bytes in all beside uniform recipes; prints as tables."""

@@ -105,7 +105,7 @@ def open_tokens(
         DataError: if it cannot be trained on; `DamagedShardError` where prepared tokens are not what was written.
         ValueError: for a vocabulary of under 256, or another one than the prepared tokens have.
     """
-    if data is not None and _is_prepared(data):
+    if data is not None and is_prepared(data):
         found, index = _read(data)
         if vocabulary not in (None, found.vocabulary):
             raise ValueError(
@@ -204,7 +204,7 @@ def prepare_tokens(
         if not out.is_dir():
             raise ValueError(f"--out must be a folder, got {out}, which is a file")
         names = {path.name for path in out.iterdir()}
-        if INDEX in names and _is_prepared(out):
+        if INDEX in names and is_prepared(out):
             raise ValueError(f"--out must be an empty folder, got {out}, which has prepared tokens already")
         others = sorted(names - {f"{side}.tokens" for side in _SIDES} - {f".{INDEX}.new"})
         if others:
@@ -422,7 +422,7 @@ def _mapped(path: Path, kind: np.dtype[Any], tokens: int, sha256: list[str]) -> 
     return torch.from_numpy(found)
 
 
-def _is_prepared(folder: Path) -> bool:
+def is_prepared(folder: Path) -> bool:
     """Whether a folder has prepared tokens, of which one file may be missing."""
     with contextlib.suppress(DamagedShardError, OSError):
         both = all((folder / f"{side}.tokens").is_file() for side in _SIDES)

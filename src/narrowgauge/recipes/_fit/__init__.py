@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge._arguments import Count, Size, check, check_choice
+from narrowgauge._arguments import Count, Size, check, check_choice, shown
 from narrowgauge._schedule import SCHEDULES
 from narrowgauge._schedule import schedule as rate_factor
 from narrowgauge.optim import AdamW, NarrowOptimizer
 from narrowgauge.recipes._choices import TOLERANCE, LayerChoice
 from narrowgauge.recipes._fitted import FittedRecipe
+from narrowgauge.recipes._recipe import Recipe
 
 from ._choose import Chosen, TooFewBytesError, for_bytes
 from ._layers import fit_layers
@@ -104,7 +105,7 @@ def fit(
     Raises:
         ValueError: for bytes or memory that nothing fits, with the least that would do; for a loss that is not
             finite; for batches that are all the same; for an optimizer whose rule is not elementwise.
-        TypeError: for arguments that the optimizer does not have.
+        TypeError: for `batches` that cannot be called, and for arguments that the optimizer does not have.
     """
     limits = {"memory": memory, "bytes_per_parameter": bytes_per_parameter, "tolerance": tolerance}
     given = [name for name, value in limits.items() if value is not None]
@@ -113,6 +114,11 @@ def fit(
     for name, value in {"lr": lr, "tolerance": tolerance, "bytes_per_parameter": bytes_per_parameter}.items():
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name} must be a number above 0, got {value!r}")
+    if not callable(batches):
+        raise TypeError(
+            "batches must be a function that returns an iterator over batches, such as lambda: iter(loader), got "
+            f"{shown(batches)}"
+        )
     if "keep_fp32" in options:
         raise ValueError(f"keep_fp32 must be left out: fit measures weights in dtype, got {options['keep_fp32']!r}")
     check("steps", steps, Size)
@@ -121,6 +127,10 @@ def fit(
     check_choice("schedule", schedule, SCHEDULES)
     check_choice("linear", linear, tuple(_FORMATS))
     check_choice("dtype", dtype, tuple(WEIGHTS))
+    taken = Recipe("fitted", "", dtype, optimizer=optimizer).takes
+    for name in options:
+        if name not in ("decay_all", "no_decay") and not taken(name):
+            raise TypeError(f"fit() must get arguments of its own or of {optimizer.__name__}, got {name!r}")
     begun = time.perf_counter()
     records: list[LayerRecords] = []
 

@@ -21,7 +21,9 @@ from ._choose import FREE, Candidates, Chosen, alike, bytes_of, frontier, total_
 from ._probe import Progress, Sample
 from ._replay import NOTHING, Cost, Replay
 
-# Weight storages by the recipe's dtype. `expansion` takes the bytes of `split`, which loses less.
+# Weight storages by the recipe's dtype, the narrowest first. `expansion` takes the bytes of `split`, which loses
+# less. Small parameters have the last two alone: their bytes are next to nothing, and gains that never move stop a
+# training (docs/decisions/advice-by-edq.md).
 WEIGHTS = {
     torch.bfloat16: ("plain", "stochastic", "split4", "split8", "split"),
     torch.float16: ("plain", "stochastic", "kahan", "master"),
@@ -74,7 +76,9 @@ class Measured:
                 measured[name].append(cost)
             self._lost = self._lost or lost
         noise = {name: [cost.noise for cost in found] for name, found in measured.items()}
-        for names in alike(noise, list(like_names(list(self._samples)).values())):
+        small, like = self._replay.is_small, like_names(list(self._samples)).values()
+        parts = [[name for name in names if small(name) is each] for names in like for each in (False, True)]
+        for names in alike(noise, [part for part in parts if part]):
             self.groups.append(self._candidates(names, ways, measured))
 
     def _candidates(
@@ -85,11 +89,12 @@ class Measured:
         count, elements = len(WEIGHTS[self._dtype]), sum(self._samples[name].elements for name in names)
         of = [self._together({name: measured[name][way] for name in names}) for way in range(len(ways))]
         of_states = [(ways[0][1], NOTHING), *zip((states for _, states in ways[count:]), of[count:], strict=True)]
+        of_weights = list(zip(WEIGHTS[self._dtype], of[:count], strict=True))
         if self._replay.is_small(names[0]):
-            of_states = of_states[:1]
+            of_weights, of_states = of_weights[-2:], of_states[:1]
         options = [
             self._kept(names, weight, states, cost + of_moments)
-            for (weight, _), cost in zip(ways[:count], of, strict=False)
+            for weight, cost in of_weights
             for states, of_moments in of_states
             if _NEVER_CHOSEN not in states.values()
         ]
@@ -189,7 +194,7 @@ class Measured:
         return names if any(fnmatchcase(name, pattern) for name in others for pattern in made) else made
 
     def _reason(self, one: Candidates, now: Kept, narrower: Kept | None) -> str:
-        small = "too few elements for narrow moments; " if self._replay.is_small(one.name) else ""
+        small = "too few elements for narrow numbers; " if self._replay.is_small(one.name) else ""
         if narrower is None:
             return f"{small}the narrowest, which may move the loss by {_nats(now.loss)}"
         kept = " ".join([narrower.weights, *(f"{slot}:{name}" for slot, name in narrower.states.items())])
