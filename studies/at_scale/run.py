@@ -64,7 +64,7 @@ class Task:
 
 
 def rows() -> tuple[Row, ...]:
-    """All rows, the most important first, then A with norms in fp32; float8 layers over two of them last."""
+    """All rows, the most important first; then A, mended in two ways; float8 layers over two of them last."""
     peers = {row.name: row for row in bytes_rows.rows() if row.name in PEERS}
     ours = [Ours(name, recipes.get(name).title, 0, "ours", recipes.get(name)) for name in RECIPES]
     layered = [
@@ -73,9 +73,12 @@ def rows() -> tuple[Row, ...]:
             LINEAR, ((r.name, r.title, r.recipe) for r in ours[:2])
         )
     ]
-    title = "bf16 weights and states, norms' parameters in fp32"
-    normed = replace(ours[2], name="A, norms in fp32", title=title, keep_fp32="norms")
-    return (*ours[:3], *(peers[name] for name in PEERS), *ours[3:], normed, *layered)
+    title = "bf16 weights and states"
+    mended = (
+        replace(ours[2], name="A, norms in fp32", title=f"{title}, norms' parameters in fp32", keep_fp32="norms"),
+        replace(ours[2], name="A, adapted", title=f"{title}, weights widened by `recipes.Adapt`", adapts=True),
+    )
+    return (*ours[:3], *(peers[name] for name in PEERS), *ours[3:], *mended, *layered)
 
 
 def _layered(recipe: Recipe, plan: str) -> Recipe:

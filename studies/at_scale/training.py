@@ -32,10 +32,11 @@ from narrowgauge import gauges
 from narrowgauge._schedule import schedule
 from narrowgauge.cli._environment import describe_environment
 from narrowgauge.optim import NarrowOptimizer, UpdateStats
+from narrowgauge.recipes import Adapt
 from narrowgauge.trainers import next_token_loss, validation_windows
 from studies.at_scale import tasks
 from studies.at_scale.parts import Parts, ids
-from studies.bytes_and_loss.rows import Row
+from studies.bytes_and_loss.rows import Ours, Row
 from studies.shared.language import gauges_of, measured_bytes, set_rate, start_of
 
 LOOK_EVERY = 50  # steps between looks at the losses, each of which waits for the device
@@ -109,6 +110,8 @@ class Run:
         self.steps = setting.steps(parts.sizes)
         self.kept: dict[str, Any] = {"losses": [], "validation": [], "times": [], "seconds": 0.0}
         self.watch: gauges.Watch | None = None
+        adapts = isinstance(row, Ours) and row.adapts
+        self.adapt = Adapt(self.model, self.optimizer, every=setting.gauge_every) if adapts else None
         loss: Callable[[Tensor], Tensor] = lambda windows: next_token_loss(self.model, windows)  # noqa: E731
         self.loss = torch.compile(loss, fullgraph=True, dynamic=False) if setting.compile else loss
         self.held_out = validation_windows(parts.validation(), setting.sequence, 8 * setting.windows)
@@ -173,6 +176,7 @@ class Run:
             return
         state = {
             "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "kept": self.kept,
+            "adapt": self.adapt.state_dict() if self.adapt else None,
             "random": torch.cuda.get_rng_state(self.device) if self.device != "cpu" else torch.get_rng_state(),
         }  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -185,6 +189,8 @@ class Run:
         state = torch.load(path, map_location=self.device, weights_only=False)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        if self.adapt:
+            self.adapt.load_state_dict(state["adapt"])
         self.kept = state["kept"]
         if self.device == "cpu":
             torch.set_rng_state(state["random"].cpu())
@@ -218,7 +224,8 @@ def train(
         `device`, its name; `validation_loss` in nats a token (None if diverged), `validation`: [step, loss] on the
         way, `curve`: [step, mean training loss since the point before], `tasks`: share of right answers and that of
         chance, `gauges` by step, `advice` of the gauges, `bytes` a parameter, `tokens_per_second` between looks,
-        `seconds`. With `failed` if it is not at its end.
+        `seconds`; `widened` of a row that adapts: [step, name, storage before, after]. With `failed` if it is not
+        at its end.
     """
     begun = time.monotonic()
     run = Run(row, setting, lr, seed, parts, device)
@@ -320,7 +327,7 @@ def _result(run: Run) -> Result:
         "bytes": measured_bytes(run.model, run.optimizer),
         "tokens_per_second": setting.batch * setting.sequence / statistics.median(times) if times else None,
         "seconds": kept["seconds"],
-    }
+    } | ({"widened": [[c.step, c.name, c.was, c.becomes] for c in run.adapt.changes]} if run.adapt else {})
 
 
 def plain(setting: Setting) -> dict[str, Any]:

@@ -76,6 +76,7 @@ class Ours(Row):
     # the state storage that embeddings are marked with, over the recipe's; None for no mark
     embeddings: str | None = None
     keep_fp32: str = ""  # parameters that stay in fp32, as `Recipe.apply` takes them
+    adapts: bool = False  # whether storages that lose too much are widened, in studies that train so
 
     def formula(self) -> float | None:
         return None if self.embeddings else self.recipe.bytes_per_parameter(self.block_size)

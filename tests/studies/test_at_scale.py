@@ -142,14 +142,16 @@ def test_every_window_is_drawn_once_in_the_seeds_order_from_any_step(parts: Path
     assert {tuple(w) for w in seen.tolist()} <= {tuple(w) for w in whole.tolist()}
 
 
+@pytest.mark.parametrize("name", ["adamw8bit-split8", "A, adapted"])
 def test_a_part_that_does_not_come_ends_a_run_which_then_goes_on(
-    parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training, "LOOK_EVERY", 1000)
     here, text = tmp_path / "parts", open_tokens(parts.parent / "tokens", None)
     pack(replace(text, train=text.train[:3000], validation=text.validation[:1200]), here, 2, {})
-    setting = replace(SETTING, batch=16, micro=8, tokens=1 << 30, windows=8, validations=1, questions=2)
-    row = next(row for row in run.rows() if row.name == "adamw8bit-split8")
+    sizes = {"batch": 16, "micro": 8, "windows": 8, "validations": 1, "questions": 2}
+    setting = replace(SETTING, tokens=1 << 30, gauge_every=1, **sizes)
+    row = next(row for row in run.rows() if row.name == name)
     first = setting.steps_of(Parts(here).sizes[0])
 
     def trained(work: str, end: float) -> training.Result:
@@ -165,6 +167,9 @@ def test_a_part_that_does_not_come_ends_a_run_which_then_goes_on(
     again = trained("two", math.inf)
     for key in ("validation_loss", "validation", "curve", "tasks", "gauges", "all_lost"):
         assert again[key] == whole[key], key
+    assert again.get("widened") == whole.get("widened")
+    assert bool(whole.get("widened")) == (name == "A, adapted")
+    assert {tuple(each[2:]) for each in whole.get("widened", ())} <= {("plain", "split8")}
 
 
 def test_norms_alone_are_in_fp32() -> None:
