@@ -470,7 +470,10 @@ def lost_updates(history: History) -> Finding | None:
         rounding = "" if STOCHASTIC in history.weights.values() else f", or round with weights='{STOCHASTIC}'"
         action = f"{_KEEP_LOW_WORDS}{rounding}."
         if len(low) < len(quality) and still and not others and not model_loses:
-            action += " These tensors alone are enough, in a parameter group of their own."
+            action += (
+                " These tensors alone are enough, in a parameter group of their own; recipes.Adapt widens them while "
+                "a training runs."
+            )
     source = "Collage, Sections 3.2 and 5.1, Definitions 3.2 and 3.3"
     return Finding(" ".join(parts), action, source, evidence, weight=2)
 
