@@ -17,7 +17,7 @@ from narrowgauge.gauges import read_records
 from narrowgauge.trainers import SettingsError, TrainSettings, config_values, fit
 from narrowgauge.trainers._build import build_parts
 from narrowgauge.trainers._language import LanguageTask
-from narrowgauge.trainers._run_folder import HISTORY, Checkpointer, History, read_history
+from narrowgauge.trainers._run_folder import CONFIG, HISTORY, Checkpointer, History, read_history
 from narrowgauge.trainers._tokens import open_tokens
 
 pytestmark = pytest.mark.usefixtures("surroundings")
@@ -49,6 +49,34 @@ def test_a_named_checkpoint_is_gone_on_from(small: TrainSettings, tmp_path: Path
     checkpoint = tmp_path / "whole" / "checkpoints" / "step-000000002"
     later = run(small, tmp_path / "later", resume=str(checkpoint))
     assert later == whole[2:]
+
+
+def test_a_run_says_that_it_went_on_otherwise_and_one_that_ended_does_not(
+    small: TrainSettings, tmp_path: Path
+) -> None:
+    settings, observer = replace(small, out=tmp_path, lr=0.01), Silent()
+    fit(settings, CPU, observer)
+    repeats = "# narrowgauge train --config THIS repeats the run"
+    assert (tmp_path / CONFIG).read_text().startswith(repeats)
+    ended = r"^--out must be another folder: .* has ended, got --lr 0.02, before 0.01$"
+    with pytest.raises(SettingsError, match=ended):
+        fit(replace(settings, lr=0.02), CPU, observer)
+    assert (tmp_path / CONFIG).read_text().startswith(repeats)
+    longer = replace(settings, lr=0.02, steps=small.steps + 1)
+    first = small.steps + 1
+    changes = [
+        f"from step {first} on --{each}" for each in ("lr 0.02, before 0.01", f"steps {first}, before {first - 1}")
+    ]
+    for _ in range(2):
+        observer.told.clear()
+        fit(longer, CPU, observer)
+        assert [line for line in observer.told if line.startswith("from step")] == changes
+        head, *lines = (tmp_path / CONFIG).read_text().splitlines()
+        assert head.startswith("# narrowgauge train --config THIS does not repeat the run")
+        assert lines[:2] == [f"# {change}" for change in changes]
+    assert any(line.startswith("ended already: ") for line in observer.told)
+    fit(replace(small, out=tmp_path / "new", warmup=small.steps), CPU, observer)
+    assert f"--warmup {small.steps} takes all of --steps {small.steps}: the rate stays below --lr" in observer.told
 
 
 def test_what_is_in_the_way_of_a_newer_checkpoint_is_said(small: TrainSettings, tmp_path: Path) -> None:

@@ -113,6 +113,8 @@ def fit(
             )
     for note in opened.notes:
         progress.say(note)
+    if settings.warmup >= settings.steps:
+        progress.say(f"--warmup {settings.warmup} takes all of --steps {settings.steps}: the rate stays below --lr")
     parts = build_parts(settings, opened.outputs, device, group, end=opened.end)
     for note in parts.notes:
         progress.say(note)
@@ -128,9 +130,11 @@ def fit(
     step = 0
     if checkpoint is not None:
         step = checkpointer.load(checkpoint)
-        progress.say(f"going on from {checkpoint}")
+        progress.say(f"going on from {checkpoint}" if step < settings.steps else f"ended already: {checkpoint}")
+        for change in checkpointer.changes:
+            progress.say(change)
     if group.first:
-        begin(settings, step)
+        begin(settings, step, checkpointer.changes)
     training = Training(settings, parts, opened.task, checkpointer, progress, group)
     with determinism(settings.deterministic), warnings.catch_warnings():
         # CLIP's logits are views; nothing here writes to them.

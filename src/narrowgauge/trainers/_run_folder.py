@@ -26,8 +26,8 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -36,7 +36,15 @@ from narrowgauge.distributed import latest_checkpoint, load_checkpoint, save_che
 from narrowgauge.recipes import Adapt, FittedRecipe
 
 from ._build import Parts
-from ._settings import SettingsError, TrainSettings, config_text, config_values, content_of, refuse_others
+from ._settings import (
+    SettingsError,
+    TrainSettings,
+    config_text,
+    config_values,
+    content_of,
+    other_course,
+    refuse_others,
+)
 from ._task import Task
 
 GAUGES = "gauges.jsonl"
@@ -81,10 +89,10 @@ def make_folder(out: Path) -> None:
         raise SettingsError(f"--out must be a folder to write into, got {out}: {error.strerror}") from None
 
 
-def begin(settings: TrainSettings, after: int) -> None:
+def begin(settings: TrainSettings, after: int, changes: Sequence[str]) -> None:
     """Write a run's settings into its folder, and remove the records of an attempt without a checkpoint.
 
-    A fitted recipe is copied, and the settings name the copy.
+    A fitted recipe is copied, and the settings name the copy. `changes` are those of a `Checkpointer`.
     """
     if after == 0:
         for name in (GAUGES, HISTORY):
@@ -92,19 +100,26 @@ def begin(settings: TrainSettings, after: int) -> None:
     if isinstance(settings.chosen, FittedRecipe):
         settings = replace(settings, recipe=str(settings.chosen.save(settings.out / RECIPE)))
     aside = settings.out / f".{CONFIG}.new"
-    aside.write_text(config_text(settings), encoding="utf-8")
+    aside.write_text(config_text(settings, changes), encoding="utf-8")
     aside.replace(settings.out / CONFIG)
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpointer:
-    """Saves and loads a run; `fingerprint` is that of its data, `adapt` what widens storages, or None."""
+    """Saves and loads a run.
+
+    Attributes:
+        fingerprint: that of its data.
+        adapt: what widens storages, or None.
+        changes: from which steps on it went on with which other options, a line each.
+    """
 
     settings: TrainSettings
     parts: Parts
     task: Task
     fingerprint: str
     adapt: Adapt | None = None
+    changes: list[str] = field(default_factory=list)
 
     def save(self, step: int) -> Path:
         """Write a checkpoint after a step."""
@@ -121,6 +136,7 @@ class Checkpointer:
                 "task": self.task.state_dict(),
                 "scaler": self.parts.scaler.state_dict() if self.parts.scaler else None,
                 "adapt": self.adapt.state_dict() if self.adapt else None,
+                "changes": self.changes,
             },
             random_states=True,
         )
@@ -129,7 +145,8 @@ class Checkpointer:
         """Load a checkpoint; returns its step.
 
         Raises:
-            SettingsError: if it is of a run with other settings or other data, or of a step beyond the last one.
+            SettingsError: if it is of a run with other settings or other data, of a step beyond the last one, or of
+                the last step of a run that was to learn otherwise.
             DamagedCheckpointError: if it is not what was written.
         """
         written = path.parent.parent / CONFIG
@@ -151,6 +168,12 @@ class Checkpointer:
             )
         if found.step > self.settings.steps:
             raise SettingsError(f"--steps must be at least the {found.step} of {path}, got {self.settings.steps}")
+        changed = other_course(self.settings, extra["settings"])
+        others = [change for name, change in changed.items() if name != "steps"]
+        if others and found.step == self.settings.steps:
+            raise SettingsError(f"--out must be another folder: the run in {path} has ended, got {others[0]}")
+        self.changes.extend(extra.get("changes", ()))
+        self.changes.extend(f"from step {found.step + 1} on {change}" for change in changed.values())
         self.task.load_state_dict(extra["task"])
         if self.parts.scaler is not None:
             self.parts.scaler.load_state_dict(extra["scaler"])

@@ -291,6 +291,8 @@ _IDENTITY = (
     "decay_all", "clip", "linear", "hold_activations", "autocast", "scaler", "stable_embedding", "layer_scale",
     "kq_norm", "patch_norm", "patch_dropout", "max_logit_scale", "crop_scale", "flip",
 )  # fmt: skip
+# Of the others, those that decide how the weights move.
+_COURSE = ("lr", "schedule", "warmup", "final_lr", "adapt", "adapt_tolerance", "steps")
 # The values of options in checkpoints that are older than the option, where that is not the default.
 _BEFORE = {"decay_all": True}
 # These may differ between the processes of a training: they depend on the machine.
@@ -324,6 +326,17 @@ def refuse_others(settings: TrainSettings, saved: Mapping[str, Any], where: Path
             )
 
 
+def other_course(settings: TrainSettings, saved: Mapping[str, Any]) -> dict[str, str]:
+    """By name, options with which weights move otherwise than in a checkpoint: "--lr 0.001, before 0.0003"."""
+    now = settings.plain()
+    names = _COURSE if settings.schedule != "constant" else _COURSE[:-1]  # the rate falls towards the last step
+    return {
+        name: f"{flag(name)} {now[name]}, before {saved[name]}"
+        for name in names
+        if name in saved and saved[name] != now[name]
+    }
+
+
 def refuse_unlike(given: Sequence[Mapping[str, Any]]) -> None:
     """Refuse processes of one training that were started with different settings (`TrainSettings.plain` of each).
 
@@ -343,9 +356,15 @@ def refuse_unlike(given: Sequence[Mapping[str, Any]]) -> None:
 # --- the configuration file
 
 
-def config_text(settings: TrainSettings) -> str:
-    """Settings as TOML, unset ones without a line; a SettingsError for a path that is not UTF-8."""
+def config_text(settings: TrainSettings, changes: Sequence[str] = ()) -> str:
+    """Settings as TOML, unset ones without a line; a SettingsError for a path that is not UTF-8.
+
+    `changes` are lines on a run that went on with other options.
+    """
     lines = ["# narrowgauge train --config THIS repeats the run; flags beside it win."]
+    if changes:
+        lines = ["# narrowgauge train --config THIS does not repeat the run, which went on with other options:"]
+        lines += [f"# {change}" for change in changes]
     if settings.kq_norm or settings.patch_norm != "none":
         lines.append(f"# The model has norms that its class has no place for, in {ADDITIONS}:")
         lines.append(f"# {NEEDS_LOADER}.")
