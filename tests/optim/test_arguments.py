@@ -124,9 +124,9 @@ def test_load_hooks_have_their_say() -> None:
     other = AdamW([("b", b), ("a", a)])
     other.gauges = True
 
-    def reorder(_, state_dict):
+    def reorder(loading, state_dict):
         state = {0: state_dict["state"][1], 1: state_dict["state"][0]}
-        return state_dict | {"state": state}
+        return state_dict | {"state": state, "param_groups": loading.state_dict()["param_groups"]}
 
     def halve(loaded) -> None:
         loaded.state[a]["v"] *= 0.5

@@ -34,6 +34,21 @@ def weights(optimizer: NarrowOptimizer) -> dict[str, torch.Tensor]:
     return {plan.name: plan.exact(p.detach(), optimizer.state[p])[0] for p, plan in optimizer.plans()}
 
 
+def test_a_state_is_refused_by_parameters_of_its_names_in_another_order() -> None:
+    net = torch.nn.ModuleDict({name: torch.nn.Linear(8, 8, bias=False) for name in "abc"}).bfloat16()
+    named = list(net.named_parameters())
+    for _, p in named:
+        p.grad = torch.ones_like(p)
+    saved = AdamW(named, 0.1)
+    saved.step()
+    swapped = AdamW([named[0], named[2], named[1]], 0.1)
+    with pytest.raises(ValueError, match=r"in the order of the state, got 'c\.weight' for 'b\.weight'$"):
+        swapped.load_state_dict(saved.state_dict())
+    assert not swapped.state
+    for others in (named, [(f"module.{name}", p) for name, p in reversed(named)], [p for _, p in named]):
+        AdamW(others, 0.1).load_state_dict(saved.state_dict())
+
+
 @pytest.mark.parametrize(("old", "new"), list(itertools.product(state_storages(), repeat=2)), ids=str)
 def test_every_state_storage_becomes_every_other(old: str, new: str) -> None:
     """Also with other blocks, and where small tensors were kept in fp32 by one side only."""

@@ -163,12 +163,18 @@ def nonfinite_loss(history: History) -> Finding | None:
     if first:
         names = listed([e.name for e in first])
         finding += f" The first tensors with inf or NaN: {names}, at step {first[0].step}."
+    skip = "Such gradients are skipped" if _skips(history) else "Skip gradients with inf or NaN"
     return Finding(
         finding,
-        "Go back to a checkpoint before that step, lower the learning rate or lengthen the warm-up, and skip "
-        "gradients with inf or NaN (nonfinite='skip').",
+        "Go back to a checkpoint before that step, and lower the learning rate or lengthen the warm-up. "
+        f"{skip} (nonfinite='skip').",
         "SwitchBack, Appendix G", [loss, *first], weight=5,
     )  # fmt: skip
+
+
+def _skips(history: History) -> bool:
+    """Whether the optimizer skips gradients with inf or NaN."""
+    return any(history.group_of(name).get("nonfinite") == "skip" for name in history.parameters)
 
 
 def _first_nonfinite(history: History, until: int) -> list[Evidence]:
@@ -204,7 +210,7 @@ def nonfinite_gradients(history: History) -> Finding | None:
         finding += f"in {evidence[0].name}." if once else f"each time in {listed([e.name for e in evidence])}."
         action = (
             "Skip the tensor and not the step: use a fixed scale with a check of each tensor "
-            "(ng.scaling.TensorLossScaler), or nonfinite='skip'."
+            "(ng.scaling.TensorLossScaler)" + ("." if _skips(history) else ", or nonfinite='skip'.")
         )
     else:
         finding += f"in {_count(int((shares > 0).sum()), 'tensor')} of {len(names)}."
@@ -318,6 +324,8 @@ def no_gradient(history: History) -> Finding | None:
     for kind, field, quantity in measured:
         for name in history.names(kind):
             series = history.series(kind, field, name)
+            if history.series("gradient", "nonfinite", name).values.any():
+                continue  # the others of its steps may have been skipped
             if len(series.steps) >= MIN_MEASUREMENTS and not series.values.any():
                 found.setdefault(name, _at(-1, series, quantity, name))
     if not found:
@@ -470,10 +478,8 @@ def lost_updates(history: History) -> Finding | None:
         rounding = "" if STOCHASTIC in history.weights.values() else f", or round with weights='{STOCHASTIC}'"
         action = f"{_KEEP_LOW_WORDS}{rounding}."
         if len(low) < len(quality) and still and not others and not model_loses:
-            action += (
-                " These tensors alone are enough, in a parameter group of their own; recipes.Adapt widens them while "
-                "a training runs."
-            )
+            action += " These tensors alone are enough, in a parameter group of their own."
+            action += " recipes.Adapt widens them while a training runs."
     source = "Collage, Sections 3.2 and 5.1, Definitions 3.2 and 3.3"
     return Finding(" ".join(parts), action, source, evidence, weight=2)
 

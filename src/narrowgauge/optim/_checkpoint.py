@@ -111,6 +111,7 @@ def read_checkpoint(
             f"make the optimizer with the groups that were saved{one}"
         )
     check_members(saved)
+    check_order(live, saved)
     to_group, to_state = layout_of(given)
     pairs = zip(live, saved, strict=True)
     translated = [to_group(optimizer, number, *pair) for number, pair in enumerate(pairs)]
@@ -264,6 +265,18 @@ def check_members(groups: Sequence[Mapping[str, Any]]) -> None:
     counts = Counter(identity for group in groups for identity in group["params"])
     if twice := [identity for identity, count in counts.items() if count > 1]:
         raise ValueError(f"state_dict: 'params' must have each parameter once, got {twice[0]!r} twice")
+
+
+def check_order(own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse parameters of the same names in another order: a state goes to parameters by their places."""
+    mine, theirs = (
+        [name for group in groups for name in group.get("param_names") or ()] for groups in (own, saved)
+    )
+    if mine != theirs and sorted(mine) == sorted(theirs):
+        name, saved_name = next(pair for pair in zip(mine, theirs, strict=True) if pair[0] != pair[1])
+        raise ValueError(
+            f"state_dict: parameters must be in the order of the state, got {name!r} for {saved_name!r}"
+        )
 
 
 def _check_entry(what: str, entry: Mapping[Any, Any]) -> None:
