@@ -252,6 +252,17 @@ def test_the_header_says_whether_updates_are_clipped_and_what_beta2_is() -> None
     assert advise([header(optimizer="StableAdamW"), *LOUD["an RMS spike"][0][1:]]) == []
 
 
+def test_the_header_says_whether_gradients_with_nan_are_skipped() -> None:
+    """They are no gradients of zero, whose parameters should be frozen."""
+    records = changed(sound(), "step", None, range(120, 201), loss=math.nan)
+    records = changed(records, "gradient", ["ln.weight"], range(1, 201), absmax=0.0, mean=0.0, nonfinite=8)
+    for skip, words in (("skip", "Such gradients are skipped"), ("propagate", "Skip gradients with inf or NaN")):
+        found = advise([header(groups=[group(*NAMES, nonfinite=skip)]), *records[1:]])
+        assert [one.rule for one in found] == ["loss not finite", "gradients not finite"]
+        says(found[0], f"{words} (nonfinite='skip').")
+        assert ("or nonfinite='skip'" in found[1].action) == (skip == "propagate")
+
+
 def test_the_header_says_whether_low_words_are_kept() -> None:
     records = updates(["ln.weight"], lost=0.9, lost_visible=0.9, descent_quality=0.1)[1:]
     assert "weights='split8'" in only([header(groups=[group(*NAMES, weights="plain")]), *records]).action
