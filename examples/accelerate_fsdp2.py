@@ -7,6 +7,7 @@ Guide: docs/guides/accelerate.md
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import narrowgauge as ng
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--text", help="a text file")
+parser.add_argument("--text", help="a text file", required="--smoke" not in sys.argv)
 parser.add_argument("--out", default="accelerate-run")
 parser.add_argument("--smoke", action="store_true")
 given = parser.parse_args()

@@ -8,6 +8,7 @@ Started again, it goes on from its last checkpoint, on any number of ranks. Guid
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -38,7 +39,7 @@ class GPT(nn.Module):
 
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--text", help="a text file")
+parser.add_argument("--text", help="a text file", required="--smoke" not in sys.argv)
 parser.add_argument("--out", default="fsdp2-run", help="a folder that all ranks see")
 parser.add_argument("--smoke", action="store_true")
 given = parser.parse_args()

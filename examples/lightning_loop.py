@@ -7,6 +7,7 @@ Guide: docs/guides/lightning.md
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import lightning
@@ -38,7 +39,7 @@ class Language(lightning.LightningModule):
 
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--text", help="a text file")
+parser.add_argument("--text", help="a text file", required="--smoke" not in sys.argv)
 parser.add_argument("--out", default="lightning-run")
 parser.add_argument("--smoke", action="store_true")
 given = parser.parse_args()

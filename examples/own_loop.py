@@ -7,6 +7,7 @@ Then `narrowgauge report own-loop-run`. Guide: docs/training_loops.md
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 import narrowgauge as ng
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--text", help="a text file")
+parser.add_argument("--text", help="a text file", required="--smoke" not in sys.argv)
 parser.add_argument("--out", default="own-loop-run")
 parser.add_argument("--smoke", action="store_true")
 given = parser.parse_args()

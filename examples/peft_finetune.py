@@ -7,6 +7,7 @@ The adapters are saved as peft saves them. Guide: docs/linear.md, section LoRA.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import peft
@@ -16,8 +17,10 @@ import transformers
 import narrowgauge as ng
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--model", help="a model of the Hugging Face hub, or a folder")
-parser.add_argument("--text", type=Path, help="the text to learn")
+parser.add_argument(
+    "--model", help="a model of the Hugging Face hub, or a folder", required="--smoke" not in sys.argv
+)
+parser.add_argument("--text", type=Path, help="the text to learn", required="--smoke" not in sys.argv)
 parser.add_argument("--lr", type=float, default=1e-3)
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--out", help="a folder for the adapters")

@@ -7,6 +7,7 @@ The folder has a subfolder of pictures for each class. Guide: docs/guides/timm.m
 """
 
 import argparse
+import sys
 
 import timm
 import timm.optim
@@ -19,7 +20,9 @@ from narrowgauge.integrations.timm import register
 register()
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--data", help="a folder with a subfolder of pictures for each class")
+parser.add_argument(
+    "--data", help="a folder with a subfolder of pictures for each class", required="--smoke" not in sys.argv
+)
 parser.add_argument("--model", default="vit_small_patch16_224")
 parser.add_argument("--opt", default="ngadamw8bit")
 parser.add_argument("--lr", type=float, default=1e-3)

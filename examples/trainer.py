@@ -7,6 +7,7 @@ Started again, it goes on from its last checkpoint, to the same bits. Guide: doc
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -23,8 +24,8 @@ from transformers.trainer_utils import get_last_checkpoint
 from narrowgauge.integrations.transformers import RecipeFactory
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--model")
-parser.add_argument("--text", help="a text file")
+parser.add_argument("--model", required="--smoke" not in sys.argv)
+parser.add_argument("--text", help="a text file", required="--smoke" not in sys.argv)
 parser.add_argument("--out", default="trainer-run")
 parser.add_argument("--smoke", action="store_true")
 given = parser.parse_args()

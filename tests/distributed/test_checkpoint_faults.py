@@ -277,6 +277,8 @@ def test_the_folder_of_all_is_no_checkpoint(run: Path) -> None:
         load_checkpoint(run, model=Net(), optimizer=None)
     with pytest.raises(ValueError, match=r"path must be a checkpoint, got .*none, which is no folder"):
         load_checkpoint(run / "none", model=Net(), optimizer=None)
+    with pytest.raises(ValueError, match=r"^path must be a checkpoint, got None: latest_checkpoint found none$"):
+        load_checkpoint(latest_checkpoint(run / "none"), model=Net(), optimizer=None)
     with pytest.raises(ValueError, match=r"directory must be a folder, got .*latest, which is a file"):
         latest_checkpoint(run / "latest")
     with pytest.raises(ValueError, match=r"directory must be a folder, got .*latest, which is a file"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -86,3 +87,15 @@ def test_accelerate_fsdp2(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs the package transformers")
     run_ranks(shard, 2, tmp_path)
     assert list((tmp_path / "out").glob("*/*.distcp"))
+
+
+@pytest.mark.parametrize("name", ["lightning_loop.py", "accelerate_fsdp2.py", "trainer.py"])
+def test_without_a_text_argparse_says_what_is_needed(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for package in ("accelerate", "lightning", "transformers"):
+        pytest.importorskip(package, reason=f"needs the package {package}")
+    monkeypatch.setattr(sys, "argv", [name])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    assert re.search(r"the following arguments are required: (--model, )?--text$", capsys.readouterr().err.strip())

@@ -57,6 +57,20 @@ def test_peft_finetune(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert losses[-1] < losses[0] - 0.01
 
 
+@pytest.mark.parametrize(
+    ("name", "package", "missing"),
+    [("timm_vit.py", "timm", "--data"), ("peft_finetune.py", "peft", "--model, --text")],
+)
+def test_without_data_argparse_says_what_is_needed(
+    name: str, package: str, missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    library(package)
+    monkeypatch.setattr(sys, "argv", [name])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    assert f"the following arguments are required: {missing}\n" in capsys.readouterr().err
+
+
 def test_the_first_lines_of_the_guide_run() -> None:
     """Those of open_clip's are a command line, which the example runs."""
     library("timm")

@@ -58,6 +58,16 @@ def test_own_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["step"] for row in rows if row["kind"] == "update" and row["name"] == ""] == [10, 20, 30]
 
 
+@pytest.mark.parametrize("name", ["own_loop.py", "fsdp2.py"])
+def test_without_a_text_argparse_says_what_is_needed(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    assert "the following arguments are required: --text" in capsys.readouterr().err
+
+
 @pytest.fixture
 def _no_group_left() -> Iterator[None]:
     yield

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from forked import run_ranks
-from narrowgauge import linear, optim
+from narrowgauge import linear, optim, to_torch
 
 accelerate = pytest.importorskip("accelerate", reason="needs the package accelerate")
 
@@ -92,6 +92,10 @@ def test_it_is_the_training_that_a_plain_loop_makes() -> None:
         schedule.step()
         optimizer.zero_grad()
     assert torch.equal(run.weights(), torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    assert run.optimizer.optimizer is run.inner
+    wide, theirs = to_torch(run.model, run.optimizer)
+    assert type(theirs) is torch.optim.AdamW
+    assert all(torch.equal(p, q) for p, q in zip(wide.parameters(), run.inner.full_weights().values(), strict=True))
 
 
 def test_accumulation_with_steps_in_backward_is_found_out() -> None:

@@ -150,6 +150,23 @@ def test_muon_gets_matrices_and_adamw_the_rest(monkeypatch: pytest.MonkeyPatch, 
             assert group["weight_decay"] == (0.1 if named or not undecayed else 0.0)
 
 
+def test_muon_differs_from_timms_where_the_guide_says_so() -> None:
+    layers = (
+        torch.nn.Conv2d(8, 8, 3, bias=False),
+        torch.nn.Linear(8, 8, bias=False),
+        torch.nn.Linear(2, 8, bias=False),
+    )
+    ours, theirs = (create_optimizer_v2(torch.nn.Sequential(*layers), name, lr=0.01) for name in ("ngmuon", "muon"))
+    for layer in layers:
+        layer.weight.grad = torch.ones_like(layer.weight)
+    theirs.step()
+    assert [ours.plan_of(layer.weight).rule.name for layer in layers] == ["adamw", "muon", "muon"]
+    assert [theirs.state[layer.weight]["use_muon"] for layer in layers] == [True, True, False]
+    (adamw,) = (group for group in ours.param_groups if group["rule"] == "adamw")
+    assert (adamw["betas"], adamw["eps"], ours.defaults["nesterov"]) == ((0.9, 0.999), 1e-8, True)
+    assert [theirs.defaults[key] for key in ("betas", "eps", "nesterov")] == [(0.9, 0.95), 1e-7, False]
+
+
 def test_muon_trains_a_vit() -> None:
     model, before = vit(), vit()
     optimizer = create_optimizer_v2(model, "ngmuon", lr=0.01, weight_decay=0.1, layer_decay=0.75)

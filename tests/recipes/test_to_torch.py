@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import narrowgauge as ng
 from narrowgauge.optim import NarrowOptimizer
@@ -140,3 +145,47 @@ def test_what_torch_has_not_is_named() -> None:
     clipping = made(model, "StableAdamW")
     with pytest.warns(UserWarning, match="to_torch: dropped clip_updates=True"):
         ng.to_torch(model, clipping)
+
+
+def test_the_optimizer_may_be_wrapped_and_others_are_refused_by_type() -> None:
+    model = net()
+    optimizer = made(model, "AdamW")
+    wrapped: Any = SimpleNamespace(optimizer=optimizer)
+    assert type(ng.to_torch(model, wrapped)[1]) is torch.optim.AdamW
+    swapped: Any = (optimizer, model)
+    with pytest.raises(TypeError, match=r"^model must be a torch\.nn\.Module, got AdamW$"):
+        ng.to_torch(*swapped)
+    for other in (torch.optim.AdamW(model.parameters()), SimpleNamespace(optimizer=model)):
+        wrong: Any = other
+        with pytest.raises(
+            TypeError, match=r"^optimizer must be one of narrowgauge\.optim, got (AdamW|Sequential)$"
+        ):
+            ng.to_torch(model, wrong)
+
+
+def test_a_sharded_model_goes_by_a_checkpoint(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        sharded = net()
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+        optimizer = made(sharded, "AdamW", lr=1e-3)
+        train(sharded, optimizer, range(2))
+        how = r"^model must not be sharded: save with save_checkpoint, load in one process, then call to_torch$"
+        with pytest.raises(ValueError, match=how):
+            ng.to_torch(sharded, optimizer)
+        path = ng.distributed.save_checkpoint(tmp_path, model=sharded, optimizer=optimizer, step=2)
+        full = [weight.full_tensor() for weight in optimizer.full_weights().values()]  # type: ignore[attr-defined]
+        # After a forward pass alone the model has whole parameters.
+        sharded(torch.randn(2, 16).bfloat16())
+        with pytest.raises(ValueError, match=how):
+            ng.to_torch(sharded, optimizer)
+    finally:
+        dist.destroy_process_group()
+    model = net()
+    optimizer = made(model, "AdamW")
+    ng.distributed.load_checkpoint(path, model=model, optimizer=optimizer)
+    wide, theirs = ng.to_torch(model, optimizer)
+    weights = [p for group in theirs.param_groups for p in group["params"]]
+    assert all(torch.equal(p, q) for p, q in zip(weights, full, strict=True))
+    assert {id(p) for p in weights} == {id(p) for p in wide.parameters()}
+    assert {int(state["step"]) for state in theirs.state.values()} == {2}

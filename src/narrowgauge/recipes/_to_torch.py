@@ -9,16 +9,18 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from narrowgauge._arguments import shown
 from narrowgauge.linear._hold import release
 from narrowgauge.linear._module import PlannedModule
 from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.optim._checkpoint_foreign import export_to_torch, namesake_of
+from narrowgauge.optim._sharding import is_shared
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 @torch.no_grad()
-def to_torch(model: Model, optimizer: NarrowOptimizer) -> tuple[Model, torch.optim.Optimizer]:
+def to_torch(model: Model, optimizer: torch.optim.Optimizer) -> tuple[Model, torch.optim.Optimizer]:
     """Convert a model and its optimizer to a float32 model and torch's optimizer of the same name.
 
     Low words and master copies are added to the weights, so nothing is rounded. Linear layers with a plan become
@@ -27,16 +29,28 @@ def to_torch(model: Model, optimizer: NarrowOptimizer) -> tuple[Model, torch.opt
 
     Args:
         model: the model that the optimizer trains, unsharded.
-        optimizer: of a rule that torch has too, such as Adam, AdamW, SGD, Adagrad or Muon.
+        optimizer: one of narrowgauge's, or a wrapper that has it as ``optimizer``. Its rule is one that torch has
+            too, such as Adam, AdamW, SGD, Adagrad or Muon.
 
     Returns:
         (model, optimizer): a float32 copy of the model, and an optimizer of `torch.optim` with its parameters. A
         UserWarning names options that torch's optimizer does not have, such as update clipping.
 
     Raises:
-        ValueError: if torch has no optimizer of this name, if groups have different rules (as from
-            `Muon.for_model`), or if a parameter of the optimizer is not in the model.
+        TypeError: for another model or optimizer, as where the two are swapped.
+        ValueError: if the model is sharded, if torch has no optimizer of this name, if groups have different rules
+            (as from `Muon.for_model`), or if a parameter of the optimizer is not in the model.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {shown(model)}")
+    while not isinstance(optimizer, NarrowOptimizer) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, NarrowOptimizer):
+        raise TypeError(f"optimizer must be one of narrowgauge.optim, got {shown(optimizer)}")
+    if any(map(is_shared, [*model.parameters(), *dict(optimizer.plans())])):
+        raise ValueError(
+            "model must not be sharded: save with save_checkpoint, load in one process, then call to_torch"
+        )
     exported, notes = export_to_torch(
         type(optimizer), optimizer.defaults, optimizer.plans(), optimizer.param_groups, optimizer.state, True
     )

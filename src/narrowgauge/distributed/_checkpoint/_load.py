@@ -124,6 +124,8 @@ def load_checkpoint(
     def check() -> tuple[Path, Manifest, dict[str, Tensor], dict[str, BlockKeys]]:
         if random_states not in (True, False, "own"):
             raise ValueError(f"random_states must be True, False or 'own', got {random_states!r}")
+        if path is None:
+            raise ValueError("path must be a checkpoint, got None: latest_checkpoint found none")
         folder = Path(path)
         manifest = open_checkpoint(folder)
         for flaw in flaws(folder, manifest, slice(us.rank, None, us.world)):
