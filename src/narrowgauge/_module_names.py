@@ -1,7 +1,10 @@
-"""A model without its wrappers, and parameter names without what wrappers add to them."""
+"""Models and optimizers without their wrappers, and parameter names without what wrappers add to them."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,6 +19,15 @@ def unwrap_model(model: nn.Module) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return model
         model = inner
+
+
+def unwrap_optimizer(optimizer: Any) -> Any:
+    """The optimizer inside wrappers (accelerate's, Lightning's): its hooks are those that run."""
+    for attribute in ("optimizer", "_optimizer"):
+        inner = getattr(optimizer, attribute, None)
+        if isinstance(inner, torch.optim.Optimizer):
+            return unwrap_optimizer(inner)
+    return optimizer
 
 
 def clean_name(name: str) -> str:

@@ -58,7 +58,7 @@ def test_a_run_says_that_it_went_on_otherwise_and_one_that_ended_does_not(
     fit(settings, CPU, observer)
     repeats = "# narrowgauge train --config THIS repeats the run"
     assert (tmp_path / CONFIG).read_text().startswith(repeats)
-    ended = r"^--out must be another folder: .* has ended, got --lr 0.02, before 0.01$"
+    ended = r"^--steps must be above the 6 of .* to go on otherwise \(another --out .*, got --lr 0.02, before 0.01$"
     with pytest.raises(SettingsError, match=ended):
         fit(replace(settings, lr=0.02), CPU, observer)
     assert (tmp_path / CONFIG).read_text().startswith(repeats)

@@ -44,7 +44,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowgauge._arguments import Positive, Size, check, check_instance
-from narrowgauge._module_names import clean_name, unwrap_model
+from narrowgauge._module_names import clean_name, unwrap_model, unwrap_optimizer
 from narrowgauge.linear._function import linear
 from narrowgauge.linear._module import LowPrecisionConv1D, LowPrecisionLinear
 from narrowgauge.linear._plan import HIGH_PRECISION, MULTIPLIES
@@ -128,8 +128,7 @@ class Adapt:
         say: Callable[[Change], object] | None = None,
     ) -> None:
         check_instance("model", model, nn.Module)
-        while not isinstance(optimizer, NarrowOptimizer) and hasattr(optimizer, "optimizer"):
-            optimizer = optimizer.optimizer
+        optimizer = unwrap_optimizer(optimizer)
         if not isinstance(optimizer, NarrowOptimizer):
             raise TypeError(f"optimizer must be one of narrowgauge.optim, got a {type(optimizer).__name__}")
         self.tolerance = check("tolerance", tolerance, Positive)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from narrowgauge._arguments import shown
+from narrowgauge._module_names import unwrap_optimizer
 from narrowgauge.linear._hold import release
 from narrowgauge.linear._module import PlannedModule
 from narrowgauge.optim import NarrowOptimizer
@@ -43,8 +44,7 @@ def to_torch(model: Model, optimizer: torch.optim.Optimizer) -> tuple[Model, tor
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {shown(model)}")
-    while not isinstance(optimizer, NarrowOptimizer) and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
+    optimizer = unwrap_optimizer(optimizer)
     if not isinstance(optimizer, NarrowOptimizer):
         raise TypeError(f"optimizer must be one of narrowgauge.optim, got {shown(optimizer)}")
     if any(map(is_shared, [*model.parameters(), *dict(optimizer.plans())])):

@@ -171,7 +171,10 @@ class Checkpointer:
         changed = other_course(self.settings, extra["settings"])
         others = [change for name, change in changed.items() if name != "steps"]
         if others and found.step == self.settings.steps:
-            raise SettingsError(f"--out must be another folder: the run in {path} has ended, got {others[0]}")
+            raise SettingsError(
+                f"--steps must be above the {found.step} of {path} to go on otherwise (another --out begins anew), "
+                f"got {others[0]}"
+            )
         self.changes.extend(extra.get("changes", ()))
         self.changes.extend(f"from step {found.step + 1} on {change}" for change in changed.values())
         self.task.load_state_dict(extra["task"])

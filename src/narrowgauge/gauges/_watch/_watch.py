@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge._arguments import Count, Size, check, check_choice
-from narrowgauge._module_names import unwrap_model
+from narrowgauge._module_names import unwrap_model, unwrap_optimizer
 from narrowgauge.gauges._formats import Target, targets
 from narrowgauge.gauges._magnitudes import FORMATS
 from narrowgauge.gauges._records import Record, read_records
@@ -111,7 +111,9 @@ def watch(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    optimizer = _unwrap_optimizer(optimizer)
+    optimizer = unwrap_optimizer(optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     check("every", every, Size)
     states_every = 10 * every if states_every is None else states_every
     for name, steps in (("warmup", warmup), ("states_every", states_every), ("rms_every", rms_every)):
@@ -128,21 +130,6 @@ def watch(
     scales = LossScaleHistory(scaler) if scaler is not None else None
     sink = RecordSink(path, tensorboard, resume_from, Alarms(on_alarm, warmup))
     return Watch(model, optimizer, sources, scales, sink, resume_from or 0, together=ranks == "all")
-
-
-def _unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside wrappers (accelerate's, Lightning's): its hooks are those that run.
-
-    Raises:
-        TypeError: for what is no optimizer.
-    """
-    for attribute in ("optimizer", "_optimizer"):
-        inner = getattr(optimizer, attribute, None)
-        if isinstance(inner, torch.optim.Optimizer):
-            return _unwrap_optimizer(inner)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    return optimizer
 
 
 class Watch:
