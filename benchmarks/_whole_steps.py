@@ -129,8 +129,7 @@ def language_table(results: Results, model: str) -> str:
     """A model's steps, a row a side."""
     noise, curves = results["noise"].get(model, {}), _curves(results, model)
     rows = [{"side": side, **row} for side, row in results["models"][model]["rows"].items() if "failed" not in row]
-    if curves:
-        rows.insert(1, {"side": f"{BASELINE}, other weights"})
+    rows += [{"side": side} for side in curves if side not in results["models"][model]["rows"]]
 
     def decibels(row: Mapping[str, Any]) -> str:
         found = [worst(noise, row.get("layer", ""), kind) for kind in noise]

@@ -43,10 +43,8 @@ SETTLED = 0.29  # share of the steps after which, in these runs, the rows that t
 STUCK = 1.0  # nats above the reference
 AFTER = (0, 100, 200, 600, 1000)  # steps from the lowest training loss of a run that got stuck
 CLOSE = 0.02  # nats up to which the picture's scale is linear, and logarithmic beyond
-STYLES = (
-    Line("", "series-1"), Line("", "series-2", (4, 1)), Line("", "series-3", (1, 1)),
-    Line("", "series-4", (6, 1, 1, 1)), Line("", "series-5", (2, 2)), Line("", "series-6", (8, 2)),
-)  # fmt: skip
+DASHES: tuple[tuple[float, ...], ...] = ((), (4, 1), (1, 1), (6, 1, 1, 1), (2, 2), (8, 2))
+STYLES = [Line("", f"series-{1 + i % 6}", DASHES[(i + 2 * (i // 6)) % 6]) for i in range(18)]
 
 
 def at_the_rate(make: Callable[[Results], Any]) -> Callable[[Results], Any]:
@@ -365,6 +363,8 @@ def facts(results: Results) -> dict[str, str]:
             ]
             named[f"settled_{key}"] = f"{max(later):.3f}"
             named[f"range_{key}"] = f"{max(found.apart(name)) - min(found.apart(name)):.4f}"
+            faster = statistics.fmean(rates[name]) / statistics.fmean(rates[REFERENCE]) - 1
+            named[f"faster_{key}"] = f"{100 * faster:.0f} %"
     for run in results["runs"]:
         if still := run.get("all_lost"):
             key = place_of(run["row"])
@@ -386,7 +386,7 @@ def differences(results: Results) -> Figure:
     axis.axhline(0, color=pictures.MUTED, linewidth=1)
     per_step = results["training"]["batch"] * results["training"]["sequence"]
     of = {row["name"]: row.get("of", row["name"]) for row in results["rows"]}
-    styles = dict(zip(dict.fromkeys(of[name] for name in names(results, REFERENCE)), STYLES * 3, strict=False))
+    styles = dict(zip(dict.fromkeys(of[name] for name in names(results, REFERENCE)), STYLES, strict=False))
     told: set[str] = set()
     for name in names(results, REFERENCE):
         style, lines = styles[of[name]], _lines(results, name)
