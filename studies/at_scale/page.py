@@ -338,12 +338,14 @@ def facts(results: Results) -> dict[str, str]:
     }  # fmt: skip
     named["sequence"] = f"{training['sequence']:,}"
     rates = {name: [run["tokens_per_second"] for run in found.runs(name)] for name in names(results)}
-    named["slower"] = f"{100 * max(1 - min(each) / max(each) for each in rates.values()):.0f} %"
+    named |= {f"slower_{place_of(name)}": percent(1 - min(each) / max(each)) for name, each in rates.items()}
     trains = [row["name"] for row in results["rows"] if "of" not in row and row["name"] != REFERENCE]
     early = [
         apart for name in trains for line in _lines(results, name) for at, apart in line
         if at <= SETTLED * training["steps"]
     ]  # fmt: skip
+    ends = [abs(statistics.fmean(found.apart(name))) for name in trains if found.apart(name)]
+    named["farthest"] = f"{max(ends):.3f}"
     named |= {"early_above": f"{max(early):.2f}", "early_below": f"{-min(early):.2f}"}
     for name in names(results):
         key = place_of(name)
