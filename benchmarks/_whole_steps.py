@@ -49,8 +49,8 @@ def opening(devices: Mapping[str, Results]) -> str:
                     row[way] = f"{found[best]['speedup']:.2f} ({best.replace('_FP8 e4m3', '_FP8')})"
         cells += [[row.get(column, "–") for column in columns] for row in rows.values()]
     return (
-        "How many times as fast a whole training step is with the fastest plan that was measured, each block compiled "
-        f"by itself; `nn.Linear`, compiled so, is 1.00:\n\n{markdown(columns, cells, words=2).rstrip()}"
+        "How many times as fast a whole training step is with the fastest measured plan, each block compiled by "
+        f"itself; `nn.Linear`, compiled so, is 1.00:\n\n{markdown(columns, cells, words=2).rstrip()}"
     )
 
 
