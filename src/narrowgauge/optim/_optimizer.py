@@ -42,6 +42,7 @@ from narrowgauge.optim._options import (
 )
 from narrowgauge.optim._plan import ParamPlan, check_own_storages, kind_of, plan_param, unique_names
 from narrowgauge.optim._preview import ParameterView, QuantizedMoment, moment_quality, preview
+from narrowgauge.optim._rule_check import check_rule
 from narrowgauge.optim._sharded_state import to_pieces
 from narrowgauge.optim._sharding import as_shared, is_shared, local
 from narrowgauge.optim._state_shapes import to_shapes
@@ -113,6 +114,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         defaults["rule"] = self.base_rule(defaults).name
         self.defaults = defaults
         self.check(defaults)
+        check_rule(self.base_rule(defaults), defaults)
         self._made = False
         super().__init__(params, defaults)
         self._made = True
@@ -122,7 +124,11 @@ class NarrowOptimizer(torch.optim.Optimizer):
         if "__init__" in cls.__dict__:
             show_options(cls.__init__)
         if "rule" in cls.__dict__:
+            if isinstance(cls.rule, type):
+                raise TypeError(f"rule must be a rule, got the class: write rule = {cls.rule.__name__}()")
             known = cls.by_rule.setdefault(cls.rule.name, cls)
+            if known.__module__.startswith("narrowgauge.") and type(known.rule) is not type(cls.rule):
+                raise ValueError(f"name of the rule must be new, got {cls.rule.name!r}, which {known.__name__} has")
             if (known.__module__, known.__qualname__) == (cls.__module__, cls.__qualname__):
                 cls.by_rule[cls.rule.name] = cls  # defined anew, in a notebook
                 _example.cache_clear()

@@ -15,12 +15,12 @@ from narrowgauge.storage._expansion import (
 )
 from narrowgauge.storage._float8_weight import Float8Weight
 from narrowgauge.storage._quantiles import estimate_quantiles
+from narrowgauge.storage._register import register_state
 from narrowgauge.storage._states import (
     StateContext,
     StateStorage,
     mark_states,
     marked_states,
-    register_state,
     state_storage,
     state_storages,
 )

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.storage._blockwise import LARGEST
-from narrowgauge.storage._states import StateContext, StateStorage, Tensors, register_state, state_storage
+from narrowgauge.storage._states import StateContext, StateStorage, Tensors, add_storage, state_storage
 
 LEAST_DIMS = 2
 
@@ -93,4 +93,4 @@ def _matrices(shape: Sequence[int]) -> tuple[int, ...]:
     return (*(1,) * (LEAST_DIMS - len(shape)), *shape)
 
 
-register_state("factored", FactoredState("factored", torch.float32))
+add_storage(FactoredState("factored", torch.float32))

@@ -37,8 +37,8 @@ from narrowgauge.storage._states import (
     StateContext,
     StateStorage,
     Tensors,
+    add_storage,
     is_unknown,
-    register_state,
 )
 
 _SMALLEST_PATTERN = 1 << 23  # of the smallest normal number
@@ -367,4 +367,4 @@ def _ends(ranges: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 for _storage in (LogUnsignedState("log8"), LogUnsignedState("log4", bits=4)):
-    register_state(_storage.name, _storage)
+    add_storage(_storage)

@@ -16,7 +16,6 @@ Memory Efficient Optimizers with 4-bit States.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -141,8 +140,14 @@ class StateStorage:
         return torch.where(is_unknown(moment, context.normalizer), 0.0, lost)
 
     def codes(self, tensors: Tensors, shape: torch.Size) -> Tensor:
-        """One code a byte, uint8 in this shape; NotImplementedError where moments are not kept in codes."""
-        raise NotImplementedError(f"{self.name} states have no codes")
+        """One code a byte, uint8 in this shape, for gauges; the tensor ``"codes"`` unless a class replaces it.
+
+        Raises:
+            NotImplementedError: where moments are not kept in codes.
+        """
+        if "codes" not in tensors:
+            raise NotImplementedError(f"{self.name} states have no tensor 'codes': give the class a method codes")
+        return tensors["codes"].view(torch.uint8)
 
     def validate(self, tensors: Tensors, signed: bool) -> str | None:
         """What is wrong with tensors that no `encode` writes, such as a negative mean of squares; None for nothing.
@@ -367,35 +372,18 @@ _STORAGES: dict[str, StateStorage] = {
 }
 
 
-def register_state(name: str, storage: StateStorage) -> None:
-    """Make a state storage known under a name, in this process: `states` of every optimizer takes it then.
-
-    Args:
-        name: what users type.
-        storage: one of that name.
+def add_storage(storage: StateStorage) -> None:
+    """Make a state storage known by its name; a class that is defined anew, as in a notebook, replaces itself.
 
     Raises:
-        ValueError: for a name that is taken, or not the storage's, and where it and its codec do not agree.
+        ValueError: for a name that another storage has.
     """
-    check_instance("storage", storage, StateStorage)
-    if name != storage.name or not name.strip():
-        raise ValueError(f"name must be a word, and the storage's, {storage.name!r}, got {name!r}")
-    for signed, has_normalizer in itertools.product((False, True), repeat=2):
-        _check_codec(storage.for_slot(signed, has_normalizer), signed)
-    if _STORAGES.setdefault(name, storage) != storage:
-        raise ValueError(f"name must be new, got {name!r}, which another state storage has")
-
-
-def _check_codec(storage: StateStorage, signed: bool) -> None:
-    """Refuse a storage and a codec that differ: eager torch reads the flags of one, kernels those of the other."""
-    codec = storage.codec(signed)
-    if codec is None:
-        return
-    for name, of_codec in (("normalized",) * 2, ("error_feedback",) * 2, ("stochastic", "needs_random")):
-        own, others = getattr(storage, name), getattr(codec, of_codec)
-        if own != others:
-            words = f"{of_codec} of its codec, {others}"
-            raise ValueError(f"{name} of the storage {storage.name!r} must be {words}, got {own}")
+    known = _STORAGES.setdefault(storage.name, storage)
+    if known != storage:
+        old, new = type(known), type(storage)
+        if old is new or (old.__module__, old.__qualname__) != (new.__module__, new.__qualname__):
+            raise ValueError(f"name must be new, got {storage.name!r}, which another state storage has")
+        _STORAGES[storage.name] = storage
 
 
 def state_storages() -> tuple[str, ...]:
