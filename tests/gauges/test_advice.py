@@ -63,6 +63,15 @@ def in_float8(kind: str, form: str, loss: str, share: float, layers: str = "e4m3
     return [header(low_precision={"h.0.fc": [layers]}), *records[1:]]
 
 
+def with_losses(losses: list[float]) -> Records:
+    return changed(sound(len(losses)), "step", loss=lambda r: losses[r["step"] - 1])
+
+
+def noisy(mean: float, deviation: float, count: int, seed: int = 0) -> list[float]:
+    generator = random.Random(seed)
+    return [generator.gauss(mean, deviation) for _ in range(count)]
+
+
 STALE = updates(NAMES, rms=0.2)
 QUIET: dict[str, Records] = {
     "a sound run": sound(),
@@ -82,6 +91,10 @@ QUIET: dict[str, Records] = {
     "underflow below 0.1": in_float8("gradient", "e4m3", "underflow", 0.099),
     "overflow below 0.001": in_float8("activation", "e5m2", "overflow", 0.00099),
     "underflow without float8": in_float8("gradient", "e4m3", "underflow", 0.2, layers="int8"),
+    "underflow of a norm": [
+        header(low_precision={"h.0.fc": ["e4m3"]}),
+        *changed(sound(), "gradient", ["ln.weight"], formats={"e4m3": {"underflow": 1.0}})[1:],
+    ],
 }
 LOUD: dict[str, tuple[Records, str, str, tuple[str, ...]]] = {
     "an RMS spike": (
@@ -123,7 +136,11 @@ LOUD: dict[str, tuple[Records, str, str, tuple[str, ...]]] = {
     ),
     "all tensors": (
         changed(sound(), "gradient", NAMES, range(50, 80), nonfinite=2), "gradients not finite", "change",
-        ("in 5 tensors of 5", "Lower the loss scale"),
+        ("in 5 tensors of 5", "Lower the learning rate; in fp16 lower the loss scale, or train in bf16."),
+    ),
+    "all tensors, scaled": (
+        changed(changed(sound(), "gradient", NAMES, range(50, 80), nonfinite=2), "step", loss_scale=1024.0),
+        "gradients not finite", "change", ("in 5 tensors of 5. Lower the loss scale or the learning rate",),
     ),
     "four halvings": (
         scaled(4), "loss scale falls", "change", ("lowered 4 times in 200 steps, from 65536 to 4096",),
@@ -133,7 +150,7 @@ LOUD: dict[str, tuple[Records, str, str, tuple[str, ...]]] = {
     ),
     "a gradient's underflow": (
         in_float8("gradient", "e4m3", "underflow", 0.1), "gradients in float8", "note",
-        ("1 of 5 gradients", "10% would round to zero in e4m3"),
+        ("1 of 4 gradients", "10% would round to zero in e4m3", "All plans of ng.linear have one."),
     ),
     "an activation's overflow": (
         in_float8("activation", "e5m2", "overflow", 0.001), "activations in float8", "note",
@@ -235,6 +252,47 @@ def test_a_loss_that_is_not_finite_comes_first_with_where_it_began() -> None:
     )
 
 
+FALL = [8.0 - 0.04 * n for n in range(100)]
+RISING: dict[str, tuple[list[float], str]] = {
+    "at once": ([5.6, 30.0, 71.0, *noisy(22, 2, 27)], "from 5.6 at step 1 to"),
+    "wildly": ([6.0, *noisy(463, 120, 59)], "from 6 at step 1 to"),
+    "after a fall": (FALL + noisy(6, 0.1, 60), "from 4.5 at step 81 to 6.04 at step 160."),
+    "below zero": ([-10.0, -11.0, *noisy(-5, 0.5, 58)], "from -10 at step 1 to"),
+}
+NOT_RISING: dict[str, list[float]] = {
+    **{f"flat and noisy {seed}": noisy(2.0, 0.2, 60, seed) for seed in range(20)},
+    "a spike": FALL + noisy(70, 5, 20) + noisy(4, 0.1, 20),
+    "back at its start": [5.6, *noisy(71, 5, 40), *noisy(5.7, 0.1, 19)],
+    "a drift": FALL + noisy(4.7, 0.1, 60),
+    "near zero": [5.0 * 0.9**n for n in range(80)] + noisy(0.1, 0.01, 20),
+    "too few losses": [5.6, *noisy(71, 5, 18)],
+}
+
+
+@pytest.mark.parametrize(("losses", "found"), RISING.values(), ids=RISING)
+def test_a_loss_that_rises_and_stays_comes_first(losses: list[float], found: str) -> None:
+    piece = advise(changed(with_losses(losses), "update", ["ln.weight"], lost=1.0, descent_quality=0.0))[0]
+    assert (piece.rule, piece.urgency) == ("loss rises", "change")
+    says(piece, f"The loss rose {found}", "Lower the learning rate, or lengthen the warm-up.")
+    assert piece.evidence[0].value > piece.evidence[0].threshold > piece.evidence[1].value
+
+
+@pytest.mark.parametrize("losses", NOT_RISING.values(), ids=NOT_RISING)
+def test_a_loss_that_is_flat_or_comes_back_does_not_rise(losses: list[float]) -> None:
+    assert "loss rises" not in rules(with_losses(losses))
+
+
+def test_where_the_loss_rises_no_other_advice_says_that_all_is_well() -> None:
+    def said(losses: list[float]) -> str:
+        records = changed(with_losses(losses), "update", [""], lost=0.001, lost_visible=0.18)
+        return str(advise(changed(records, "update", ["wte.weight"], range(20, 21), rms=5.0)))
+
+    soothing = ("Nothing needs to be done", "No loss spike has followed")
+    assert all(words in said([2.0] * 60) for words in soothing)
+    assert not any(words in said([5.6, *noisy(22, 2, 59)]) for words in soothing)
+    assert "loss rises" not in said([5.6, *noisy(22, 2, 58), math.nan]), "it has a rule of its own"
+
+
 def group(*names: str, **options: Any) -> dict[str, Any]:
     return {"parameters": list(names), **options}
 
@@ -268,6 +326,15 @@ def test_the_header_says_whether_low_words_are_kept() -> None:
     assert "weights='split8'" in only([header(groups=[group(*NAMES, weights="plain")]), *records]).action
     kept = only([header(groups=[group(*NAMES, weights="kahan")]), *records])
     assert kept.action.startswith("Low words are kept (weights='kahan') and do not suffice")
+    says(kept, "the recipe 'adamw8bit-split', or for norms recipe.apply(model, keep_fp32='norms')")
+    assert ng.recipes.get("adamw8bit-split").weights == "split"
+
+
+@pytest.mark.parametrize("states", ["bf16", "log8", {"m": "bf16", "v": "fp32"}])
+def test_the_header_says_why_a_second_moment_is_too_large(states: Any) -> None:
+    piece = only([header(groups=[group(*NAMES, states=states)]), *STALE[1:]])
+    assert ("in bf16" in piece.action) == (states == "bf16")
+    assert ("Earlier gradients were much larger" in piece.action) == (states != "bf16")
 
 
 def test_what_is_not_trained_is_a_note() -> None:
@@ -328,6 +395,15 @@ def test_the_same_records_in_another_order_give_the_same_advice() -> None:
     shuffled = records[1:]
     random.Random(0).shuffle(shuffled)
     assert list(map(str, advise([records[0], *shuffled]))) == list(map(str, first))
+
+
+def test_a_watch_a_path_or_one_record_is_refused(tmp_path: Path) -> None:
+    net = torch.nn.Linear(2, 2)
+    with ng.gauges.watch(net, torch.optim.SGD(net.parameters(), 0.1)) as watch:
+        for wrong in (watch, "gauges.jsonl", tmp_path, header()):
+            got = type(wrong).__name__
+            with pytest.raises(TypeError, match=rf"advise\(watch.rows\(\)\) or .*read_records.*, got {got}$"):
+                advise(wrong)  # type: ignore[arg-type]
 
 
 def test_evidence_is_bounded_and_reads_as_a_sentence() -> None:

@@ -29,6 +29,14 @@ def test_a_parameter_converted_on_its_own_has_its_own_weight_storage() -> None:
     assert [history.low_word_storage(name) for name in "abcde"] == [None, "split8", "split8", None, None]
 
 
+@pytest.mark.parametrize("states", ["bf16", {"m": "fp32", "v": "bf16"}])
+def test_a_second_moment_has_its_own_storage_or_its_group_s(states: Any) -> None:
+    kept, own = {"b": {"v": "fp32"}, "c": {"v": "fp32"}}, {"c": {"v": "log8"}, "d": {"m": "log8"}}
+    group = {"states": states, "parameters": ["a", "b", "c", "d"], "kept": kept, "storages": own}
+    history = History([header() | {"groups": [group, {"states": {"m": "bf16"}, "parameters": ["e"]}]}])
+    assert history.second_moments == {"a": "bf16", "b": "fp32", "c": "log8", "d": "bf16"}
+
+
 def test_numbers_come_back_by_tensor_and_step() -> None:
     history = History([header(), update(5, "a", rms=2.0), update(10, "a", rms=3.0), update(5, "b", rms=7.0)])
     steps, values = history.series("update", "rms", "a")

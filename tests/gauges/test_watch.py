@@ -345,7 +345,8 @@ def test_a_tensor_whose_updates_are_all_lost_raises_one_alarm(caplog: pytest.Log
         assert (rows[-1]["lost"] == 1) == (dtype == low), "the case is one: every measured update is lost"
         assert alarmed == [row for row in watch.rows() if row["kind"] == "lost"]
         assert any("1.weight" in a.finding for a in gauges.advise(watch.rows())) == bool(wanted)
-        said = "step 6: every update of 1.weight is lost, as in the two measurements before; see gauges.advise"
+        said = "step 6: every update of 1.weight is lost, as in the two measurements before; "
+        said += "see narrowgauge.gauges.advise(watch.rows())"
         assert [record.getMessage() for record in caplog.records] == [said] * len(wanted)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from narrowgauge.gauges._history import History, Record
@@ -49,12 +49,19 @@ def advise(records: Iterable[Record] | History) -> list[Advice]:
         Advice, the most urgent first: "change" before "watch" before "note". Empty if no threshold is crossed.
         Equal records give equal advice.
 
+    Raises:
+        TypeError: for a watch or a path in place of its records.
+
     Source: each piece of advice names its own.
     """
-    history = records if isinstance(records, History) else History(records)
+    if not isinstance(records, History):
+        if not isinstance(records, Iterable) or isinstance(records, str | bytes | Mapping):
+            wanted = "a run's: advise(watch.rows()) or advise(read_records(path))"
+            raise TypeError(f"records must be {wanted}, got {type(records).__name__}")
+        records = History(records)
     advice = []
     for name, rule in RULES.items():
-        found = rule(history)
+        found = rule(records)
         if found is not None:
             evidence = tuple(found.evidence[:MOST_EVIDENCE])
             advice.append(

@@ -45,14 +45,18 @@ STOCHASTIC = "stochastic"  # the weight storage that loses most updates on purpo
 _NO_LOW_WORDS = ("plain", STOCHASTIC)  # those that store nothing beside the weight
 
 
-def weight_storages(header: Mapping[str, Any]) -> dict[str, str]:
-    """Weight storages by parameter, of a first record: the group's, or a parameter's own."""
+def storages(header: Mapping[str, Any], of: str = "weights") -> dict[str, str]:
+    """Storages of the weights, or of a slot such as "v", by parameter, from a header: the group's, or its own."""
     found = {}
     for group in _groups_of(header):
-        own = group.get("storages")
+        states = group.get("states")
+        slots = states if isinstance(states, Mapping) else {of: states}
         for name in group["parameters"]:
-            apart = own.get(name) if isinstance(own, Mapping) else None
-            found[name] = (apart if isinstance(apart, Mapping) else {}).get("weights", group.get("weights"))
+            found[name] = group.get("weights") if of == "weights" else slots.get(of)
+            for key in ("kept", "storages"):  # the later one counts
+                own = group.get(key)
+                apart = own.get(name) if isinstance(own, Mapping) else None
+                found[name] = (apart if isinstance(apart, Mapping) else {}).get(of, found[name])
     return {name: storage for name, storage in found.items() if isinstance(storage, str)}
 
 
@@ -100,6 +104,7 @@ class History:
         header: the first record of kind "run", empty without one.
         parameters: names and shapes from the header; an invalid shape is empty.
         weights: weight storages by parameter, from the header.
+        second_moments: storages of the slot "v" by parameter, from the header.
         runs: number of headers: more than one for a run that was resumed into the same file.
         count: number of records.
         ignored: number of records without a step of at least 1, without a name, or with an invalid or surplus map.
@@ -126,6 +131,7 @@ class History:
         self.memo: dict[str, Any] = {}
         self._groups: dict[str, Mapping[str, Any]] = {}
         self.weights: dict[str, str] = {}
+        self.second_moments: dict[str, str] = {}
         self._columns: dict[tuple[str, str, str], tuple[array[int], array[float]]] = {}
         self._names: dict[str, dict[str, None]] = {}
         for record in records:
@@ -177,7 +183,7 @@ class History:
             self.parameters[name] = list(shape) if isinstance(shape, list) and all(map(_is_count, shape)) else []
         for group in _groups_of(header):
             self._groups |= dict.fromkeys(group["parameters"], group)
-        self.weights = weight_storages(header)
+        self.weights, self.second_moments = storages(header), storages(header, "v")
 
     def _add_numbers(self, key: tuple[str, str], prefix: str, step: int, values: Record) -> None:
         for field, value in values.items():

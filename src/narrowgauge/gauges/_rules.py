@@ -26,6 +26,9 @@ from narrowgauge.gauges._spike_matching import REACH, RMS_THRESHOLD, find_precur
 Urgency = Literal["change", "watch", "note"]
 
 MIN_MEASUREMENTS = 3  # a median of fewer measurements is not compared with a threshold
+# Ours. A flat loss with a standard deviation of a tenth stays a fifth above its first value for half of a run in
+# less than one run of a hundred. Near zero a fifth is little, so the rise is at least a tenth of what was learned.
+LOSS_RISE, LEARNED_SHARE, MIN_LOSSES = 0.2, 0.1, 20
 # Ours. A tensor is a culprit if it is in 80% of the steps with inf or NaN, and culprits are few if they are at most
 # a quarter of the tensors. SwitchBack never saw one beyond block 0.
 CULPRIT_SHARE, FEW_SHARE = 0.8, 0.25
@@ -172,6 +175,34 @@ def nonfinite_loss(history: History) -> Finding | None:
     )  # fmt: skip
 
 
+def rising_loss(history: History) -> Finding | None:
+    """A loss that ends above its start, or far above where it had been. One that spikes and comes back does not."""
+    series = history.loss.finite
+    steps, losses = series
+    if len(losses) < MIN_LOSSES or not math.isfinite(history.loss.values[-1]):
+        return None
+    size = max(5, len(losses) // 10)
+    parts = losses[len(losses) % size :].reshape(-1, size)
+    medians = np.median(parts, axis=1)
+    best = int(medians.argmin())
+    start, low, end = _at(0, series, "loss"), float(medians[best]), float(medians[-1])
+    rise = LOSS_RISE * abs(start.value)
+    if losses[len(losses) // 2 :].min() > start.value + rise:
+        before = start
+    else:
+        rise = max(LOSS_RISE * abs(low), LEARNED_SHARE * (start.value - low))
+        # Noise: nearly all of the last losses are above nearly all of the lowest.
+        if np.quantile(parts[-1], 0.1) <= np.quantile(parts[best], 0.9) + rise:
+            return None
+        before = Evidence(f"median of {size} losses", "", int(steps[len(losses) % size :][best * size]), low)
+    now = Evidence(f"median of {size} losses", "", int(steps[-1]), end, before.value + rise)
+    return Finding(
+        f"The loss rose from {show(before.value)} at step {before.step} to {show(end)} at step {now.step}.",
+        "Lower the learning rate, or lengthen the warm-up.",
+        "SwitchBack, Section 3.3 and Figure 13", [now, before], weight=5,
+    )  # fmt: skip
+
+
 def _skips(history: History) -> bool:
     """Whether the optimizer skips gradients with inf or NaN."""
     return any(history.group_of(name).get("nonfinite") == "skip" for name in history.parameters)
@@ -214,7 +245,9 @@ def nonfinite_gradients(history: History) -> Finding | None:
         )
     else:
         finding += f"in {_count(int((shares > 0).sum()), 'tensor')} of {len(names)}."
-        action = "Lower the loss scale or the learning rate, or train in bf16."
+        action = "Lower the learning rate; in fp16 lower the loss scale, or train in bf16."
+        if len(history.series("step", "loss_scale").steps):
+            action = "Lower the loss scale or the learning rate, or train in bf16."
     if once:
         return Finding(finding, action, "SwitchBack, Appendix G", evidence, "watch", weight=2)
     return Finding(finding, action, "SwitchBack, Appendix G", evidence, weight=4)
@@ -266,11 +299,13 @@ def float8_losses(history: History, kind: str, noun: str) -> Finding | None:
     """What tensors of one kind would lose in float8, where layers multiply in float8."""
     if not history.uses_float8:
         return None
+    # Norms and biases are not multiplied.
+    names = [name for name in history.names(kind) if len(history.parameters.get(name, (0, 0))) > 1]
     evidence, total = [], 0
     for form in ("e4m3", "e5m2"):
         for loss, bound in FLOAT8_LOSSES.items():
             quantity = f"share of {loss} in {form}"
-            shares = _medians(history, kind, f"formats.{form}.{loss}", quantity, bound)
+            shares = _medians(history, kind, f"formats.{form}.{loss}", quantity, bound, names)
             total = max(total, len(shares))
             evidence += [e for e in shares.values() if e.value >= bound]
     if not evidence:
@@ -281,8 +316,7 @@ def float8_losses(history: History, kind: str, noun: str) -> Finding | None:
     return Finding(
         f"{number} of {total} {noun} would lose a share in float8 without a scale, most of all {worst.name}: "
         f"{_percent(worst.value)} would {fate} in {worst.quantity.split()[-1]}.",
-        "Layers that multiply in float8 need a scale for each tensor or row, as SwitchBack's have, or e5m2 "
-        "instead of e4m3.",
+        "Layers that multiply in float8 need a scale for each tensor or row. All plans of ng.linear have one.",
         "SwitchBack, Sections 2.2 and 2.3", evidence, "note", weight=1,
     )  # fmt: skip
 
@@ -387,6 +421,8 @@ def rms_spikes(history: History) -> Finding | None:
         if found.chance is not None:
             relation += f" The probability of so many by chance is {show(found.chance)}."
         evidence = [_loss_at(history, step) for step in followed] + evidence
+    elif rising_loss(history):
+        relation = "The loss rose."
     else:
         relation = "No loss spike has followed so far." if len(history.loss.steps) else "No losses were recorded."
         if not history.is_embedding(worst.name):
@@ -473,7 +509,10 @@ def lost_updates(history: History) -> Finding | None:
     storages = sorted({storage for e in low if (storage := history.low_word_storage(e.name))})
     if storages or _loses_only_visibly(history):
         storage = f" (weights='{storages[0]}')" if storages else ""
-        action = f"Low words are kept{storage} and do not suffice: use weights='split' or 'master'."
+        action = (
+            f"Low words are kept{storage} and do not suffice: use weights='split' or 'master', the recipe "
+            "'adamw8bit-split', or for norms recipe.apply(model, keep_fp32='norms')."
+        )
     else:
         rounding = "" if STOCHASTIC in history.weights.values() else f", or round with weights='{STOCHASTIC}'"
         action = f"{_KEEP_LOW_WORDS}{rounding}."
@@ -511,6 +550,8 @@ def updates_in_low_words(history: History) -> Finding | None:
         return None
     if visible.value < VISIBLE_LOST or stored.value > STORED_LOST or quality.value < MODEL_QUALITY:
         return None
+    if rising_loss(history):
+        return None  # something needs to be done
     return Finding(
         f"{_percent(visible.value)} of the updates do not show in the parameters at once, and "
         f"{_percent(stored.value)} are lost in what is stored: the low words hold them until they add up.",
@@ -520,7 +561,7 @@ def updates_in_low_words(history: History) -> Finding | None:
 
 
 def stale_second_moments(history: History) -> Finding | None:
-    """A second moment that grows and no longer falls: beta2 rounded to 1, or a decay that is rounded away."""
+    """A second moment that stays too large: its decay is rounded away in bf16, or earlier gradients were larger."""
     # RMS_t of embeddings alone, where updates are not measured, says nothing: rows without a token count as zeros.
     measured = [name for name in history.names("update") if len(history.series("update", "norm", name).steps)]
     ratios = _medians(history, "update", "rms", "RMS_t", STALE_RATIO, measured)
@@ -537,17 +578,25 @@ def stale_second_moments(history: History) -> Finding | None:
         return None
     evidence.sort(key=lambda e: (e.value, e.name))
     lowest = evidence[0]
+    if any(history.second_moments.get(e.name, "bf16") == "bf16" for e in evidence):
+        action = "A beta2 of 0.999 is 1 in bf16: "
+        action += "keep the second moment as an expansion (Collage-plus), in 'log8' or fp32."
+        source = "Collage, Section 4.2 and Table 1"
+    else:
+        action = "Earlier gradients were much larger, and the second moment still averages over them: "
+        action += "lower the learning rate, or lengthen the warm-up."
+        source = "SwitchBack, Section 3.4"
     return Finding(
         f"RMS_t stays below {show(STALE_RATIO)} in {len(evidence)} of {_count(len(ratios), 'tensor')} though their "
         f"gradients have not fallen ({lowest.name}: {show(lowest.value)}): the second moment is too large, and "
         "steps are too small.",
-        "A beta2 of 0.999 is 1 in bf16: keep the second moment as an expansion (Collage-plus), in 'log8' or fp32.",
-        "Collage, Section 4.2 and Table 1", evidence, weight=1,
+        action, source, evidence, weight=1,
     )  # fmt: skip
 
 
 RULES: dict[str, Callable[[History], Finding | None]] = {
     "loss not finite": nonfinite_loss,
+    "loss rises": rising_loss,
     "gradients not finite": nonfinite_gradients,
     "loss scale falls": falling_loss_scale,
     "coarse states": coarse_states,

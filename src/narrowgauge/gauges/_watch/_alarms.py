@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
-from narrowgauge.gauges._history import STOCHASTIC, weight_storages
+from narrowgauge.gauges._history import STOCHASTIC, storages
 from narrowgauge.gauges._records import LOG, Record
 from narrowgauge.gauges._rules import ALL_LOST, MIN_MEASUREMENTS
 from narrowgauge.gauges._spikes import LossSpikes, RmsSpikes, Spike
@@ -37,7 +37,7 @@ class Alarms:
 
     def begin(self, header: Record) -> None:
         """Take in a run's first record. Weights that are rounded stochastically may lose every update of a step."""
-        self._random = {name for name, weights in weight_storages(header).items() if weights == STOCHASTIC}
+        self._random = {name for name, weights in storages(header).items() if weights == STOCHASTIC}
 
     def notify(self) -> None:
         """Call the user's function with the alarms raised since."""
@@ -116,7 +116,8 @@ def sentence(alarm: Record) -> str:
     if alarm["kind"] == "nonfinite":
         return f"step {step}: {value} elements of the {alarm['of'].replace('_', ' ')} of {name} are inf or NaN"
     if alarm["kind"] == "lost":
-        return f"step {step}: every update of {name} is lost, as in the two measurements before; see gauges.advise"
+        lost = f"step {step}: every update of {name} is lost, as in the two measurements before"
+        return f"{lost}; see narrowgauge.gauges.advise(watch.rows())"
     if alarm["of"] == "loss":
         return f"step {step}: loss spike, {value:.4g} is above {alarm['threshold']:.4g}"
     return f"step {step}: RMS spike of {name}, {value:.3g} is at least {alarm['threshold']:.3g}"
