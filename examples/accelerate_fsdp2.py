@@ -37,9 +37,9 @@ sizes = {"n_layer": 1, "n_head": 2, "n_embd": 64} if given.smoke else {}
 torch.manual_seed(0)
 model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=length, bos_token_id=0, eos_token_id=0, **sizes))
 
-# Cast, swap, make the optimizer; then prepare all together.
-ng.linear.swap_linears(model, ng.linear.SWITCHBACK.with_format("e4m3"))
+# Cast and make the optimizer, swap; then prepare all together.
 optimizer = ng.recipes.get("adamw8bit-split8").apply(model, lr=lr, weight_decay=0.1)
+ng.linear.swap_linears(model, "SWITCHBACK:e4m3")
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps * accelerator.num_processes)
 model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
 

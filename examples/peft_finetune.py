@@ -37,11 +37,13 @@ else:
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     tokens, length, steps = torch.tensor(tokenizer(args.text.read_text())["input_ids"]), 512, args.steps
 device = "cuda" if torch.cuda.is_available() else "cpu"
-model.to(device, torch.bfloat16)
+model.to(device)
+for p in model.parameters():  # not buffers: a rotary table must stay float32
+    p.data = p.data.to(torch.bfloat16)
 
 config = peft.LoraConfig(r=16, target_modules=["q_proj", "v_proj"])
 model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)  # peft's default makes adapters float32
-report = ng.linear.swap_linears(model, ng.linear.SWITCHBACK, keep=("lora_A", "lora_B", "lm_head"))
+report = ng.linear.swap_linears(model, ng.linear.SWITCHBACK)
 adapters = [p for p in model.parameters() if p.requires_grad]
 optimizer = ng.optim.AdamW8bit(adapters, lr=args.lr)
 print(f"{len(report.swapped)} layers in 8 bits, {sum(p.numel() for p in adapters):,} parameters to train")

@@ -260,13 +260,29 @@ def test_a_weight_that_an_attention_reads_by_itself_is_kept() -> None:
 def test_what_it_does_not_take() -> None:
     model = nn.Sequential(nn.Linear(16, 16))
     for changed, message in (
-        ({"plan": "int8"}, "plan must be a LinearPlan .*, got 'int8'"),
+        ({"plan": 8}, "plan must be a LinearPlan .*, got 8"),
+        ({"plan": "int8"}, "plan must be a name such as SWITCHBACK, .*, got 'int8'"),
         ({"keep": "head"}, "keep must be a list of names .*, got 'head'"),
         ({"launched": False}, "launched must be True without tokens"),
     ):
         with pytest.raises(ValueError, match=message):
             swap_linears(**({"model": model, "plan": SWITCHBACK} | changed))
     assert type(model[0]) is nn.Linear
+
+
+def test_a_plan_by_its_name() -> None:
+    model = nn.Sequential(nn.Linear(16, 16))
+    report = swap_linears(model, "SWITCHBACK:e4m3")
+    assert report.plan == model[0].plan == SWITCHBACK.with_format("e4m3")
+
+
+def test_adapters_are_kept_unless_keep_says_otherwise() -> None:
+    model = nn.ModuleDict({"q": nn.ModuleDict({"base_layer": nn.Linear(32, 32), "lora_A": nn.Linear(32, 16)})})
+    report = swap_linears(model, SWITCHBACK)
+    assert report.swapped == ["q.base_layer"]
+    assert report.kept == {"q.lora_A": "named in keep: '*.lora_*'"}
+    report.undo()
+    assert swap_linears(model, SWITCHBACK, keep=("lm_head",)).swapped == ["q.base_layer", "q.lora_A"]
 
 
 def test_hooks_optimizers_and_copies_go_on_working() -> None:

@@ -267,6 +267,7 @@ def test_a_name_in_keep_that_the_model_has_not_is_warned_of() -> None:
         warnings.simplefilter("error")
         swap_linears(model(), SWITCHBACK)  # the default is no request
         swap_linears(model(), SWITCHBACK, keep=["head", "*row"])
+        swap_linears(model(), SWITCHBACK, keep=("lm_head", "*.lora_*", "head"))  # nor is it with more
 
 
 def test_the_clock_takes_the_best_of_rounds_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:

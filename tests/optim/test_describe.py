@@ -65,6 +65,20 @@ def test_skipped_steps_are_counted() -> None:
     assert "\nskipped for a gradient that was not finite: 2 steps; see `skipped`\n" in str(optimizer.describe())
 
 
+def test_frozen_parameters_without_a_state_are_not_counted() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].requires_grad_(False)
+    optimizer = AdamW(model.named_parameters())
+    text = str(optimizer.describe())
+    assert text.startswith("4,160 parameters in 2 tensors\n")
+    assert "\nfrozen: 2 tensors\n" in text
+    model(torch.randn(2, 64)).sum().backward()
+    optimizer.step()
+    model[1].requires_grad_(False)  # it keeps its state
+    assert str(optimizer.describe()) == text
+    assert optimizer.state_bytes() == optimizer.describe().bytes + 2 * 12
+
+
 def test_without_parameters() -> None:
     optimizer = AdamW([nn.Parameter(torch.ones(2))])
     optimizer.param_groups.clear()

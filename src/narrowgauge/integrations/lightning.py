@@ -28,7 +28,8 @@ class NarrowgaugePrecision(HalfPrecision):  # type: ignore[misc]
 
     Args:
         plan: a plan for the linear layers, or its name and format: ``"SWITCHBACK:e4m3"``.
-        keep: layers that are not swapped; see `narrowgauge.linear.swap_linears`. None keeps ``lm_head``.
+        keep: layers that are not swapped; see `narrowgauge.linear.swap_linears`. None: its
+            default.
 
     Attributes:
         report: the swapped layers, and the kept ones with the reason; None before the module is converted.

@@ -22,9 +22,11 @@ from transformers import TrainingArguments
 from narrowgauge import recipes
 from narrowgauge._arguments import check_instance
 from narrowgauge.linear import LinearPlan, SwapReport, named_plan, swap_linears
-from narrowgauge.linear._swap import output_heads
+from narrowgauge.linear._swap import ADAPTERS, output_heads
 from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.recipes import Recipe
+
+_KEYS = "recipe, args, lr (learning rate), linear (a plan), keep, decay_all, no_decay, keep_fp32"
 
 
 class RecipeFactory:
@@ -59,6 +61,7 @@ class RecipeFactory:
             ValueError: without a learning rate, for an unknown recipe, for a plan that fits no layer or goes with a
                 recipe that has plans itself, for `keep` without `linear`, and for arguments that the optimizer
                 refuses.
+            TypeError: for a key that nothing takes.
         """
         if keep is not None and linear is None:
             raise ValueError(f"keep must be None without linear, got {keep!r}")
@@ -78,7 +81,12 @@ class RecipeFactory:
             raise ValueError(
                 "lr must be given, or args=TrainingArguments(...): Trainer does not pass on its own, got None"
             )
-        optimizer: NarrowOptimizer = chosen.apply(model, **given)
+        try:
+            optimizer: NarrowOptimizer = chosen.apply(model, **given)
+        except TypeError as error:
+            if "unexpected keyword argument" not in str(error):
+                raise
+            raise TypeError(f"RecipeFactory: {error}; other keys are {_KEYS}") from None
         if plan is not None:
             swap(model, plan, keep)  # the parameters stay, so the optimizer may come first
         return optimizer
@@ -106,8 +114,7 @@ def swap(model: nn.Module, plan: LinearPlan, keep: Iterable[str] | None = None) 
     """
     if keep is None:
         base = getattr(model, "get_base_model", lambda: model)()  # under peft
-        parts = {part for name, _ in model.named_modules() for part in name.split(".")}
-        keep = [*output_heads(base), *sorted(part for part in parts if part.startswith("lora_"))]
+        keep = [*output_heads(base), ADAPTERS]
     report = swap_linears(model, plan, keep)
     if not report.swapped:
         raise ValueError(f"linear: no layer of {type(model).__name__} could be swapped\n{report}")

@@ -25,10 +25,12 @@ from narrowgauge._arguments import Flag, Size, check, check_instance
 from narrowgauge._module_names import clean_name
 from narrowgauge.linear._attention import LowPrecisionMultiheadAttention
 from narrowgauge.linear._module import LowPrecisionConv1D, LowPrecisionLinear, PlannedModule, planned_class
-from narrowgauge.linear._plan import LinearPlan
+from narrowgauge.linear._plan import LinearPlan, named_plan
 from narrowgauge.linear._tune import LayerKind, speedups
 
 KEEP = ("lm_head",)
+ADAPTERS = "*.lora_*"  # small, and what is trained
+_DEFAULT = (*KEEP, ADAPTERS)
 _LEAST = 16  # features
 # In transformers models. They stay in high precision: their noise would be the loss's.
 _HEADS = ("lm_head", "cls", "visual_projection", "text_projection", "classifier")
@@ -109,8 +111,8 @@ def in_times(speedup: float) -> str:
 
 def swap_linears(
     model: nn.Module,
-    plan: LinearPlan,
-    keep: Iterable[str] = KEEP,
+    plan: LinearPlan | str,
+    keep: Iterable[str] = _DEFAULT,
     min_features: int = _LEAST,
     *,
     tokens: int | Mapping[str, int] | None = None,
@@ -131,9 +133,11 @@ def swap_linears(
 
     Args:
         model: the model, or a part of it.
-        plan: a `LinearPlan`.
+        plan: a `LinearPlan`, or its name and format: ``"SWITCHBACK:e4m3"``.
         keep: layers to keep: a name, the last part of one, the name of a module around them, or a pattern with
-            ``*``. A name that fits no module raises a warning, except for the default.
+            ``*``. What you give replaces the default, the output layer and peft's adapters, so name these too:
+            ``keep=("lm_head", "*.lora_*", "k_proj")``. A name that fits no module raises a warning, except for
+            those of the default.
         min_features: layers with fewer input or output features are kept.
         tokens: rows of the layers' input in a training step, batch times sequence; or rows by name, as in `keep`,
             the first that fits: ``{"visual": 65536, "text": 19712}``. A layer that fits no name is kept.
@@ -147,9 +151,11 @@ def swap_linears(
         The swapped layers, the kept ones and why; `undo()` restores all.
 
     Raises:
-        ValueError: for a `plan` that is no `LinearPlan`, a `keep` that is one string, `tokens` that are not
-            integers of at least 1, a model on the meta device with `tokens`, and `launched=False` without `tokens`.
+        ValueError: for a `plan` that is no `LinearPlan` and not the name of one, a `keep` that is one string,
+            `tokens` that are not integers of at least 1, a model on the meta device with `tokens`, and
+            `launched=False` without `tokens`.
     """
+    plan = named_plan(plan) if isinstance(plan, str) else plan
     check_instance("plan", plan, LinearPlan, "narrowgauge.linear.SWITCHBACK")
     if isinstance(keep, str):
         raise ValueError(f"keep must be a list of names such as ('lm_head',), got {keep!r}")
@@ -158,7 +164,7 @@ def swap_linears(
     check("subclasses", subclasses, Flag)
     rows, patterns = _rows_by_name(tokens), tuple(keep)
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    given = (*(patterns if keep is not KEEP else ()), *rows)
+    given = (*(pattern for pattern in patterns if pattern not in _DEFAULT), *rows)
     unknown = [pattern for pattern in given if not any(matches(name, pattern) for name in names)]
     if unknown:
         warnings.warn(

@@ -7,7 +7,7 @@ master copy of parameters in half precision). In the table below them like param
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -46,9 +46,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Description:
-    """What an optimizer does with its parameters: a row for each, and a summary of them when it is printed."""
+    """What an optimizer does with its parameters: a row for each, and a summary of them when it is printed.
+
+    `frozen` parameters, which require no gradient and have no state, have no row.
+    """
 
     rows: tuple[Row, ...]
+    frozen: int = 0
 
     @property
     def bytes(self) -> int:
@@ -59,7 +63,10 @@ class Description:
         groups: dict[tuple[str, ...], list[Row]] = {}
         for row in self.rows:
             groups.setdefault(row.like, []).append(row)
-        return "\n".join([*_totals(self.rows), "", *_table(list(groups.values()))]) if groups else "no parameters"
+        frozen = [f"frozen: {_tensors(self.frozen)}"] if self.frozen else []
+        if not groups:
+            return "\n".join(["no parameters", *frozen])
+        return "\n".join([*_totals(self.rows), *frozen, "", *_table(list(groups.values()))])
 
 
 def _totals(rows: tuple[Row, ...]) -> list[str]:
@@ -129,6 +136,7 @@ def describe(
     skipped: Mapping[str, int],
     paths: Mapping[Tensor, tuple[str, str]],
     when: str = "",
+    frozen: Collection[Tensor] = (),
 ) -> Description:
     """The table of parameters and their plans.
 
@@ -137,6 +145,7 @@ def describe(
         skipped: refused steps by name.
         paths: by parameter, what steps it, and why nothing faster does.
         when: what to say after the path of when it is taken.
+        frozen: those of the parameters that are not stepped.
     """
     rows = [
         Row(
@@ -153,5 +162,6 @@ def describe(
             elements=p.numel() if plan.shard is None else plan.shard.here,
         )
         for p, plan in plans
+        if p not in frozen
     ]
-    return Description(tuple(rows))
+    return Description(tuple(rows), len(frozen))

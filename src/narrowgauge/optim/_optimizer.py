@@ -577,7 +577,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
         plans = self.plans()
         groups = {p: group for group in self.param_groups for p in group["params"]}
         paths = {p: self._engine.path(p, groups[p]) for p, _ in plans}
-        return describe(plans, self.skipped, paths, when)
+        # The plain tensors of `CPUOffload` require no gradient and are stepped.
+        still = (p for p, _ in plans if isinstance(p, torch.nn.Parameter) and not p.requires_grad)
+        return describe(plans, self.skipped, paths, when, {p for p in still if not self.state.get(p)})
 
     # Copies and checkpoints.
 

@@ -20,7 +20,7 @@ from narrowgauge._arguments import FloatDtype, check
 from narrowgauge.linear import LinearPlan, named_plan, swap_linears, to_float8_weights
 from narrowgauge.linear._float8_weights import weight_formats
 from narrowgauge.linear._module import PlannedModule
-from narrowgauge.linear._swap import KEEP, output_heads
+from narrowgauge.linear._swap import ADAPTERS, KEEP, output_heads
 from narrowgauge.optim import AdamW, NarrowOptimizer
 from narrowgauge.optim._changes import KEPT
 from narrowgauge.optim._groups import parted
@@ -129,7 +129,7 @@ class Recipe:
             ValueError: for a layer that the model does not have, or that cannot have a plan; see `swap_linears`.
         """
         if isinstance(self.linear, LinearPlan):
-            swap_linears(model, self.linear, keep=output_heads(model) or KEEP)
+            swap_linears(model, self.linear, keep=(*(output_heads(model) or KEEP), ADAPTERS))
             if not any(isinstance(module, PlannedModule) for module in model.modules()):
                 raise ValueError(f"model must have linear layers for the plan {self.linear.title}, got none")
         if self.float8_plan is not None:
