@@ -411,7 +411,7 @@ def rms_spikes(history: History) -> Finding | None:
     # The paper found the relation to loss spikes in the embedding, and none in the middle of the network.
     evidence = sorted(peaks.values(), key=lambda e: (not history.is_embedding(e.name), -e.value, e.name))
     worst, followed = evidence[0], [step for step, (name, _) in found.matched.items() if name in peaks]
-    clipped = history.clips_updates(worst.name)
+    clipped, rises = history.clips_updates(worst.name), False
     if clipped and not followed:
         return None
     if followed:
@@ -421,7 +421,7 @@ def rms_spikes(history: History) -> Finding | None:
         if found.chance is not None:
             relation += f" The probability of so many by chance is {show(found.chance)}."
         evidence = [_loss_at(history, step) for step in followed] + evidence
-    elif rising_loss(history):
+    elif rises := rising_loss(history) is not None:
         relation = "The loss rose."
     else:
         relation = "No loss spike has followed so far." if len(history.loss.steps) else "No losses were recorded."
@@ -433,7 +433,8 @@ def rms_spikes(history: History) -> Finding | None:
     if clipped:
         action = f"Updates are clipped already: lower beta2{now} or the learning rate."
     else:
-        action = f"Clip updates (ng.optim.StableAdamW, or clip_updates=True) or lower beta2{now}."
+        begin = "Clip" if followed or rises else "If loss spikes come, clip"
+        action = f"{begin} updates (ng.optim.StableAdamW, or clip_updates=True) or lower beta2{now}."
     return Finding(
         f"{worst.name}'s RMS_t reached {show(worst.value)} at step {worst.step}; "
         f"{_count(sum(map(len, found.rms.values())), 'RMS spike')} of at least {show(RMS_THRESHOLD)} in "
