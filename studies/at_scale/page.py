@@ -299,9 +299,9 @@ def text(results: Results) -> str:
         f"\n{len(packages):,} packages had {total['bytes_read'] / 1e6:,.0f} MB of text; "
         f"{total['bytes_without_copies'] / 1e6:,.0f} MB without copies. {total['bytes'] / 1e6:,.0f} MB are kept, "
         f"at most {percent(most)} of them from one package. "
-        f"They are {results['data']['train_tokens']:,} tokens to train on, "
-        f"and {results['data']['validation_tokens']:,}, of {results['data']['bytes_per_token']:.2f} bytes each, "
-        f"to validate. Held out: {', '.join(held)}.\n"
+        f"The training text has {results['data']['train_tokens']:,} tokens, "
+        f"the validation text {results['data']['validation_tokens']:,}, with "
+        f"{results['data']['bytes_per_token']:.2f} bytes a token. Held out: {', '.join(held)}.\n"
     )
 
 
