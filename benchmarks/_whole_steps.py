@@ -45,7 +45,7 @@ def opening(devices: Mapping[str, Results]) -> str:
                 if found:
                     best = max(found, key=lambda side, found=found: found[side]["speedup"])
                     device = results[kind]["environment"]["device"]
-                    row = rows.setdefault(model, {"GPU": device.removeprefix("NVIDIA ").split()[0], "model": model})
+                    row = rows.setdefault(model, {"GPU": device.removeprefix("NVIDIA "), "model": model})
                     row[way] = f"{found[best]['speedup']:.2f} ({best.replace('_FP8 e4m3', '_FP8')})"
         cells += [[row.get(column, "–") for column in columns] for row in rows.values()]
     return (
