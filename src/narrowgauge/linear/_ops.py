@@ -446,14 +446,14 @@ def _stored(x: Tensor) -> Tensor:
     return (x.view(torch.int16) | 0).view(x.dtype) if x.element_size() == 2 else x
 
 
-def _maxima(x: Tensor, format: Format, most: int = _PARTS) -> Tensor:
-    """The bits of the absmax of parts of x, `most` at most, int32 (parts,), in operations that a compiler joins.
+def _maxima(x: Tensor, format: Format) -> Tensor:
+    """The bits of the absmax of parts of x, int32 (parts,), in operations that a compiler joins.
 
     First the absmax of each row, which a compiler joins to the kernel that writes x, then, in one more launch, that
     of groups of rows. A row is contiguous in memory: of a transposed matrix it is a column.
     """
     rows = largest_magnitude(_stored(x if x.is_contiguous() else x.t()), "row", format)
-    return rows.reshape(math.gcd(len(rows), most), -1).amax(1).view(torch.int32)
+    return rows.reshape(math.gcd(len(rows), _PARTS), -1).amax(1).view(torch.int32)
 
 
 def _plain_tensor(x: Tensor, format: Format, straight: bool, transposed: bool) -> Tensors:
@@ -463,7 +463,8 @@ def _plain_tensor(x: Tensor, format: Format, straight: bool, transposed: bool) -
     Nothing is beyond its own absmax, and what a rounded inverse takes beyond the largest code is rounded to it.
     """
     target, values = FORMATS[format], _stored(x).to(torch.float32)
-    own = _maxima(x, format, 1).view(torch.float32).reshape(1, 1)
+    rows = largest_magnitude(values if x.is_contiguous() else values.t(), "row", format)  # as in `_maxima`
+    own = rows.amax().reshape(1, 1)
     usable = (own >= SMALLEST_ABSMAX) & (own < torch.inf)
     wide = own.to(torch.float64)
     inverse = torch.where(usable, (target.largest / wide).to(torch.float32), 0.0)
