@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from narrowgauge.optim._groups import is_norm, named
+from narrowgauge.optim._sharding import is_shared
 
 NORMS = "norms"
 
@@ -31,20 +32,48 @@ def cast(model: nn.Module, dtype: torch.dtype, keep: Iterable[int] = ()) -> None
         dtype: a float dtype.
         keep: the ids of parameters that become float32 instead.
     """
-    kept = set(keep)
     with torch.no_grad():
+        for p, wanted in _other_dtypes(model, dtype, keep):
+            grad, p.grad = p.grad, None
+            p.data = p.data.to(wanted)
+            p.grad = None if grad is None else grad.to(wanted)
         for module in model.modules():
-            own = _of_statistics(module, dtype)
-            for p in module.parameters(recurse=False):
-                wanted = torch.float32 if id(p) in kept else own
-                if p.is_floating_point() and p.dtype != wanted:  # sharded ones must be left as they are
-                    grad, p.grad = p.grad, None
-                    p.data = p.data.to(wanted)
-                    p.grad = None if grad is None else grad.to(wanted)
             for name, buffer in module.named_buffers(recurse=False):
                 no_wider = buffer.is_floating_point() and buffer.dtype.itemsize <= dtype.itemsize
                 if no_wider and buffer.dtype != dtype and name not in module._non_persistent_buffers_set:
                     setattr(module, name, buffer.to(dtype))
+
+
+def _other_dtypes(
+    model: nn.Module, dtype: torch.dtype, keep: Iterable[int]
+) -> list[tuple[nn.Parameter, torch.dtype]]:
+    """The float parameters that `cast` gives another dtype, and that."""
+    kept, found = set(keep), {}
+    for module in model.modules():
+        own = _of_statistics(module, dtype)
+        for p in module.parameters(recurse=False):
+            wanted = torch.float32 if id(p) in kept else own
+            if p.is_floating_point() and p.dtype != wanted:
+                found[p] = wanted
+    return list(found.items())
+
+
+def check_cast(model: nn.Module, dtype: torch.dtype, keep: Iterable[int] = ()) -> None:
+    """Refuse to cast what `DistributedDataParallel` or `fully_shard` have taken in as it is.
+
+    The one would go on with the gradients of before, so that ranks train apart, the other with the old shards.
+
+    Raises:
+        ValueError: for such a model with a parameter of another dtype.
+    """
+    other = [p for p, _ in _other_dtypes(model, dtype, keep)]
+    if other and isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError("model must not be wrapped yet: apply the recipe, then wrap it in DistributedDataParallel")
+    if any(map(is_shared, other)):
+        raise ValueError(
+            f"model must have {dtype} before fully_shard, got {other[0].dtype}: cast its parameters, shard it, "
+            "then apply the recipe"
+        )
 
 
 def _of_statistics(module: nn.Module, dtype: torch.dtype) -> torch.dtype:

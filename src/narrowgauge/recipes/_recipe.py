@@ -25,7 +25,7 @@ from narrowgauge.optim import AdamW, NarrowOptimizer
 from narrowgauge.optim._changes import KEPT
 from narrowgauge.optim._groups import parted
 from narrowgauge.optim._plan import slot_storages
-from narrowgauge.recipes._cast import cast, compute_in_fp32, kept_layers
+from narrowgauge.recipes._cast import cast, check_cast, compute_in_fp32, kept_layers
 from narrowgauge.storage import weight_storage
 
 Made = TypeVar("Made")
@@ -233,8 +233,10 @@ class Recipe:
         kept = kept_layers(model, keep_fp32)
         if around is None:  # refuse wrong options before the model is changed
             self.check_arguments(lr, **optimizer_arguments)
+        wide = [p for own in kept.values() for p in own]
+        check_cast(model, self.dtype, wide)
         self.swap_layers(model)
-        cast(model, self.dtype, [p for own in kept.values() for p in own])
+        cast(model, self.dtype, wide)
         if self.dtype.itemsize < torch.float32.itemsize:
             compute_in_fp32(kept)
         return self._make(around, self._stored(groups), self.weights, self.states, options)

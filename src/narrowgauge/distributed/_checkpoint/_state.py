@@ -95,8 +95,9 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
     for number, group in enumerate(optimizer.param_groups):
         for place, p in enumerate(group["params"]):
             if p not in names:
+                which = f"parameter {place} of group {number}, of shape {tuple(p.shape)},"
                 raise ValueError(
-                    f"optimizer: parameter {place} of group {number}, of shape {tuple(p.shape)}, is not the model's"
+                    f"optimizer: {which} is not the model's; fully_shard makes new ones: make it after that"
                 )
     return [[names[p] for p in group["params"]] for group in optimizer.param_groups]
 

@@ -59,7 +59,9 @@ def parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Te
         p: f"{n}.{i}" for n, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"])
     }
     if not any(p in names for p in places):
-        raise ValueError("optimizer must have parameters of the model, got none of them")
+        raise ValueError(
+            "optimizer must have parameters of the model, got none; fully_shard makes new ones: make it after that"
+        )
     return names | {p: f"param_groups.{place}" for p, place in places.items() if p not in names}
 
 
