@@ -241,8 +241,8 @@ def check_groups(saved: Mapping[str, Any], order: list[list[str]]) -> None:
     """
     if len(order) != len(saved["groups"]):
         raise ValueError(
-            f"optimizer must have as many groups as the checkpoint, {len(saved['groups'])}, got {len(order)}: make it "
-            "with the recipe and the options of then"
+            f"optimizer must have as many groups as the checkpoint, {len(saved['groups'])}, got {len(order)}: "
+            "make it with the recipe and the options of then"
         )
     for number, (live, group) in enumerate(zip(order, saved["groups"], strict=True)):
         if set(live) != set(group["params"]):
