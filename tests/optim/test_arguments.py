@@ -1,5 +1,7 @@
 """Bad input: one error that names the argument, what it must be and what it is; and nothing half done."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -203,3 +205,24 @@ def test_a_tensor_that_cannot_take_a_step_is_refused_before_anything_moves(kind:
         optimizer.step()
     assert torch.equal(first, torch.ones(3))
     assert optimizer.state[first]["step"] == 0
+
+
+def test_a_key_of_a_group_that_is_nearly_an_options_name_is_warned_of() -> None:
+    """torch ignores it; other keys are those of schedulers and frameworks."""
+    p = torch.nn.Parameter(torch.ones(4))
+    for key, name in (("weigth_decay", "weight_decay"), ("beta1", "betas"), ("state", "states")):
+        with pytest.warns(
+            UserWarning, match=rf"^param_groups: '{key}' does nothing; is '{name}' meant\?$"
+        ) as caught:
+            AdamW([{"params": [p], key: 0.5}])
+        assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        others = {
+            "lr_scale": 1.0,
+            "initial_lr": 1e-3,
+            "max_lr": 1.0,
+            "weight_decay_mult": 0.0,
+            "param_names": ["p"],
+        }
+        AdamW([{"params": [p], "name": "all", "wd": 0.1, **others}])

@@ -35,6 +35,7 @@ from narrowgauge.optim._options import (
     check_limits,
     check_options,
     check_switches,
+    misspelled,
     option_values,
     show_options,
     what_plain_loses,
@@ -216,6 +217,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
         if self._planned_for is None:
             self._replan()
         strays: set[str] = set()
+        if isinstance(param_group, dict):
+            for key, name in misspelled(param_group, self.owner(param_group).defaults):
+                warnings.warn(f"param_groups: {key!r} does nothing; is {name!r} meant?", stacklevel=_users_level())
         if isinstance(param_group, dict) and (owner := self.owner(param_group)) is not self:
             strays = self.defaults.keys() - owner.defaults.keys()
             if given := strays & param_group.keys():

@@ -9,7 +9,7 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, get_type_hints
 
 import torch
@@ -150,6 +150,17 @@ def with_defaults(of: type, options: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(given.get("states"), Mapping):
         given["states"] = dict(given["states"])
     return {**_DEFAULTS, **given}
+
+
+def misspelled(group: Mapping[str, Any], known: Iterable[str]) -> list[tuple[str, str]]:
+    """Keys of a group that no option has and that are nearly one's name, each with that.
+
+    Other keys are anybody's: schedulers and frameworks keep theirs in groups.
+    """
+    names = list(known)
+    others = [key for key in group if isinstance(key, str) and key not in names]
+    nearest = {key: difflib.get_close_matches(key, names, 1, 0.8) for key in others}
+    return [(key, near[0]) for key, near in nearest.items() if near and near[0] not in key]
 
 
 def option_values(group: Mapping[str, Any]) -> tuple[Any, ...]:
