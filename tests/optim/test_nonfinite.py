@@ -110,3 +110,24 @@ def test_after_an_error_the_norm_has_all_gradients_again(device: str) -> None:
         optimizer.step()
         assert float(optimizer.grad_norm) == 4.0
     assert optimizer.state[ps[0]]["step"] == 2
+
+
+def test_saving_a_state_warns_once_of_parameters_that_skip_most_steps() -> None:
+    stuck, sound = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(4))
+    optimizer = AdamW([("stuck", stuck), ("sound", sound)])
+    for step in range(201):
+        stuck.grad = torch.full((4,), math.nan if step >= 100 else 1.0)
+        sound.grad = torch.full((4,), math.nan if step < 50 else 1.0)
+        optimizer.step()
+        if step == 198:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                optimizer.state_dict()
+    with pytest.warns(
+        UserWarning, match=r"^stuck skipped 101 of 201 steps: .* inf or NaN; see `skipped`$"
+    ) as caught:
+        optimizer.state_dict()
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.state_dict()

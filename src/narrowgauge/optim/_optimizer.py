@@ -54,6 +54,7 @@ from narrowgauge.rules import Rule, cautious, clipped
 from narrowgauge.storage import WeightStorage, mark_states, marked_states, weight_storage
 
 _MARKS = "marks"
+_MANY_SKIPS = 100  # loss scalers begin with a few
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 _compiling = torch._C._dynamo.eval_frame.get_eval_frame_callback
@@ -143,7 +144,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self._grad_norm: Tensor | None = None
         self._unscaling: Unscaling | None = None
         self.in_backward: BackwardSteps | None = None
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_skips = False
 
     # Groups and plans.
 
@@ -567,6 +568,21 @@ class NarrowOptimizer(torch.optim.Optimizer):
         }
         return {name: count for name, count in counts.items() if count}
 
+    def _warn_of_skips(self, plans: list[tuple[Tensor, ParamPlan]]) -> None:
+        """Say, once, that a parameter skips most of its steps. Reading it waits for the device, as saving does."""
+        if self._has_warned_of_skips:
+            return
+        stuck = []
+        for p, plan in plans:
+            state = self.state.get(p)
+            if state and (count := int(state["skipped"])) >= _MANY_SKIPS and count > (steps := int(state["step"])):
+                stuck.append(f"{plan.name} skipped {count} of {count + steps} steps")
+        if stuck:
+            self._has_warned_of_skips = True
+            others = f", and {len(stuck) - 1} more parameters most of theirs" if stuck[1:] else ""
+            words = f"{stuck[0]}{others}: their gradients have inf or NaN; see `skipped`"
+            warnings.warn(words, stacklevel=_users_level())
+
     def state_bytes(self) -> int:
         """Bytes of all tensors that the optimizer keeps now; a state exists from a parameter's first step on."""
         return sum(value.nbytes for state in self.state.values() for value in state.values())
@@ -634,6 +650,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     def _state_dict(self, shown: Callable[[Any, ParamPlan, dict[str, Tensor]], dict[str, Any]]) -> dict[str, Any]:
         plans = self.plans(lazy=True)
+        self._warn_of_skips(plans)
         if not any(is_shared(p) for p, _ in plans):
             return super().state_dict()
 
