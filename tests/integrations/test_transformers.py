@@ -212,7 +212,9 @@ def test_the_factory_refuses_what_would_train_something_else() -> None:
         make(network, recipe="fp32", lr=0.1, linear="SWITCH")
     with pytest.raises(ValueError, match=r"^args must be a TrainingArguments such as .*, got dict"):
         make(network, {"lr": 0.1}, recipe="fp32")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"^RecipeFactory: AdamW\(\) got .* 'plan'; other keys are recipe, .* keep"):
+    with pytest.raises(
+        TypeError, match=r"^RecipeFactory: AdamW\(\) got .* 'plan'; other keys are args, recipe, lr, .*keep_fp32$"
+    ):
         make(network, recipe="fp32", lr=0.1, plan="SWITCHBACK")
     assert network.dtype == torch.bfloat16
     with pytest.raises(

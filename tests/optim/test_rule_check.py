@@ -132,3 +132,14 @@ def test_a_rule_that_decides_by_the_number_of_dimensions_is_stepped_so() -> None
     assert vector.detach().eq(1).all()
     assert matrix.detach().lt(1).all()
     assert "what it does depends on the shape" in str(optimizer.describe())
+
+
+def test_a_moment_that_is_left_out_has_no_kernel() -> None:
+    """Where tiny tensors of the check are not what the equation is made for, eager torch finds it."""
+
+    def direction(self: Any, arithmetic: Any, weight: Any, grad: Any, moments: Any, s: Any) -> Any:
+        return grad * s["share"].clamp(0, 1), {"m": moments["m"]}
+
+    p = torch.nn.Parameter(torch.ones(4, 7))
+    optimizer = optimizer_of(direction=direction)([p])
+    assert "it returns the moments m: it has no kernel" in str(optimizer.describe())

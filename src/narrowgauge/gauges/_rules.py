@@ -411,7 +411,7 @@ def rms_spikes(history: History) -> Finding | None:
     # The paper found the relation to loss spikes in the embedding, and none in the middle of the network.
     evidence = sorted(peaks.values(), key=lambda e: (not history.is_embedding(e.name), -e.value, e.name))
     worst, followed = evidence[0], [step for step, (name, _) in found.matched.items() if name in peaks]
-    clipped, rises = history.clips_updates(worst.name), False
+    clipped, rises = history.clips_updates(worst.name), rising_loss(history) is not None
     if clipped and not followed:
         return None
     if followed:
@@ -421,7 +421,7 @@ def rms_spikes(history: History) -> Finding | None:
         if found.chance is not None:
             relation += f" The probability of so many by chance is {show(found.chance)}."
         evidence = [_loss_at(history, step) for step in followed] + evidence
-    elif rises := rising_loss(history) is not None:
+    elif rises:
         relation = "The loss rose."
     else:
         relation = "No loss spike has followed so far." if len(history.loss.steps) else "No losses were recorded."

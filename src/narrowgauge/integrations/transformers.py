@@ -11,6 +11,7 @@ A callback with the gauges is `narrowgauge.gauges.HuggingFaceCallback`.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -25,8 +26,6 @@ from narrowgauge.linear import LinearPlan, SwapReport, named_plan, swap_linears
 from narrowgauge.linear._swap import ADAPTERS, output_heads
 from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.recipes import Recipe
-
-_KEYS = "recipe, args, lr (learning rate), linear (a plan), keep, decay_all, no_decay, keep_fp32"
 
 
 class RecipeFactory:
@@ -86,7 +85,9 @@ class RecipeFactory:
         except TypeError as error:
             if "unexpected keyword argument" not in str(error):
                 raise
-            raise TypeError(f"RecipeFactory: {error}; other keys are {_KEYS}") from None
+            named = {**inspect.signature(self.__call__).parameters, **inspect.signature(chosen.apply).parameters}
+            keys = [key for key, p in named.items() if key not in ("model", "around") and p.kind != p.VAR_KEYWORD]
+            raise TypeError(f"RecipeFactory: {error}; other keys are {', '.join(keys)}") from None
         if plan is not None:
             swap(model, plan, keep)  # the parameters stay, so the optimizer may come first
         return optimizer

@@ -218,16 +218,17 @@ class NarrowOptimizer(torch.optim.Optimizer):
         if self._planned_for is None:
             self._replan()
         strays: set[str] = set()
-        if isinstance(param_group, dict):
-            for key, name in misspelled(param_group, self.owner(param_group).defaults):
+        if isinstance(param_group, dict):  # torch refuses others
+            owner = self.owner(param_group)
+            for key, name in misspelled(param_group, owner.defaults):
                 warnings.warn(f"param_groups: {key!r} does nothing; is {name!r} meant?", stacklevel=_users_level())
-        if isinstance(param_group, dict) and (owner := self.owner(param_group)) is not self:
-            strays = self.defaults.keys() - owner.defaults.keys()
-            if given := strays & param_group.keys():
-                raise ValueError(f"{min(given)} must not be in a group with rule={param_group['rule']!r}")
-            shared = {name: self.defaults[name] for name in Options.__optional_keys__}
-            for name, value in {**owner.defaults, **shared}.items():
-                param_group.setdefault(name, value)
+            if owner is not self:
+                strays = self.defaults.keys() - owner.defaults.keys()
+                if given := strays & param_group.keys():
+                    raise ValueError(f"{min(given)} must not be in a group with rule={param_group['rule']!r}")
+                shared = {name: self.defaults[name] for name in Options.__optional_keys__}
+                for name, value in {**owner.defaults, **shared}.items():
+                    param_group.setdefault(name, value)
         # A new group takes the limit of the others, if there are any: some users empty the list first.
         if self._made and isinstance(param_group, dict) and self.param_groups:
             param_group.setdefault(LIMIT, self.param_groups[0][LIMIT])

@@ -57,6 +57,9 @@ def _recorded(record: Recorder, rule: Rule, slots: tuple[str, ...], numbers: tup
         s |= {name: record.number(name) for name in (*terms, *(("elements",) if terms else ()))}
         delta, new = rule.update(arithmetic, weight, grad, moments, s)
         effects = rule.remaining_effect(arithmetic, weight, new, s)
+        always = {slot.name for slot in rule.moments if slot.option is None}
+        if not always & moments.keys() <= new.keys():  # what is left out would be memory that nothing wrote
+            raise NotImplementedError(f"it returns the moments {', '.join(new)}: it has no kernel")
         ratio = squared_ratio(rule, arithmetic, weight, grad, moments, s)
     made: dict[Any, Any] = {("", "delta"): delta}
     made |= {("moments", name): value for name, value in new.items()}
