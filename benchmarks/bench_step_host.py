@@ -2,7 +2,8 @@
 
 On a GPU these are true times, of steps in a row that are not waited for, and of single steps that find an idle
 device. Without one, kernels end just before the driver would launch them, and the tensors are narrower: everything
-in Python is there, the launches themselves are not.
+in Python is there, the launches themselves are not. A GPU's first step is timed too, in a new process with empty
+caches.
 
     python benchmarks/bench_step_host.py [--rows NAMES] [--profile] [--json FILE]
 """
@@ -10,8 +11,12 @@ in Python is there, the launches themselves are not.
 from __future__ import annotations
 
 import cProfile
+import os
 import pstats
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from typing import Any
 
@@ -21,6 +26,7 @@ from _script import command, parser_for, save, wait
 from torch import nn
 
 from narrowgauge.cli._bench._rows import Row, parameter_list, rows
+from narrowgauge.cli._bench._timing import timed
 from narrowgauge.kernels._step import _launch
 from narrowgauge.optim import _engine, _launch_tables
 
@@ -50,16 +56,24 @@ def narrow_shapes() -> list[tuple[int, ...]]:
     return [(4096, WIDTH), (1024, WIDTH), *block * LAYERS, *norm]
 
 
-def made(row: Row, shapes: list[tuple[int, ...]], device: torch.device) -> torch.optim.Optimizer:
-    """The optimizer of a row over such parameters with gradients, a few steps on."""
+def made(row: Row, shapes: list[tuple[int, ...]], device: torch.device, steps: int = 3) -> torch.optim.Optimizer:
+    """The optimizer of a row over such parameters with gradients, so many steps on."""
     parameters = []
     for shape in shapes:
         parameters.append(nn.Parameter(torch.randn(shape, device=device, dtype=row.dtype)))
         parameters[-1].grad = torch.randn_like(parameters[-1])
     optimizer = row.make(parameters)
-    for _ in range(3):
+    for _ in range(steps):
         optimizer.step()
     return optimizer
+
+
+def first_step_seconds(name: str) -> float:
+    """Seconds of a row's first step in a new process with empty caches."""
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "TRITON_CACHE_DIR": f"{cache}/triton", "XDG_CACHE_HOME": cache}
+        words = [sys.executable, __file__, "--first", name]
+        return float(subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 
 def microseconds(optimizer: torch.optim.Optimizer, device: torch.device, steps: int) -> tuple[float, float]:
@@ -79,6 +93,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="in a row")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--profile", action="store_true", help="show where Python spends its time")
+    parser.add_argument("--first", metavar="ROW", help="print only how many seconds a first step takes")
     args = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
@@ -86,6 +101,10 @@ def main() -> None:
     device = torch.device("cuda" if on_gpu else "cpu")
     shapes = parameter_list("gpt2-medium").shapes() if on_gpu else narrow_shapes()
     known = {row.name: row for row in rows(torch.device("cuda"))}
+    if args.first:
+        optimizer = made(known[args.first], shapes, device, steps=0)
+        print(timed(optimizer.step, device))
+        return
     optimizers = {name: made(known[name], shapes, device) for name in args.rows if on_gpu or "torch" not in name}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in optimizers}
     for _ in range(args.rounds):  # in turns: a host that becomes slower does so for all
@@ -98,6 +117,9 @@ def main() -> None:
         in_a_row, alone = map(statistics.median, zip(*times, strict=True))
         results[name] = {"host_us": in_a_row, "host_us_alone": alone}
         print(f"{name:26} {in_a_row:7.1f} us in a row, {alone:7.1f} us after the device was idle")
+        if on_gpu:
+            results[name]["first_step_seconds"] = [first_step_seconds(name) for _ in range(3)]
+            print(f"{'':26} first step of a process, s: {results[name]['first_step_seconds']}")
         if args.profile:
             profile = cProfile.Profile()
             profile.runcall(lambda step=optimizers[name].step: [step() for _ in range(args.steps)])
