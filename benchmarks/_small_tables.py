@@ -172,7 +172,7 @@ TABLES: dict[str, tuple[str, str, Callable[[Results], str]]] = {
     "compressed on CPUs": ("distributed.md", "compressed_cpu.json", compressed),
     "compressed on GPUs": ("distributed.md", "compressed_h200.json", compressed),
     "offload": ("distributed.md", "offload_h200.json", offload),
-    "held": ("linear.md", "hold_h100.json", held),
+    "held": ("linear.md", "hold_h200.json", held),
 }
 
 

@@ -344,8 +344,12 @@ def facts(results: Results) -> dict[str, str]:
         apart for name in trains for line in _lines(results, name) for at, apart in line
         if at <= SETTLED * training["steps"]
     ]  # fmt: skip
-    ends = [abs(statistics.fmean(found.apart(name))) for name in trains if found.apart(name)]
-    named["farthest"] = f"{max(ends):.3f}"
+    apart = [found.apart(name) for name in trains]
+    spread = [max(each) - min(each) for each in apart if len(each) > 1]
+    if (deviation := readings.chance(apart)) is not None:
+        named |= {"deviation": f"{deviation:.4f}", "free": str(sum(len(each) - 1 for each in apart if each))}
+        named |= {"range_least": f"{min(spread):.4f}", "range_next": f"{sorted(spread)[-2]:.4f}"}
+        named |= {"margin_two": f"{found.margin(2):.4f}", "margin_one": f"{found.margin(1):.4f}"}
     named |= {"early_above": f"{max(early):.2f}", "early_below": f"{-min(early):.2f}"}
     for name in names(results):
         key = place_of(name)
@@ -371,6 +375,12 @@ def facts(results: Results) -> dict[str, str]:
         if still := run.get("all_lost"):
             key = place_of(run["row"])
             named |= {f"still_{key}": str(len(still)), f"still_from_{key}": f"{max(step for step, _ in still):,}"}
+        if widened := run.get("widened"):  # GPT-2's names: gains of layer norms, and the weights that are matrices
+            key, steps = place_of(run["row"]), [step for step, *_ in widened]
+            matrices = [step for step, name, *_ in widened if name.endswith(".weight") and ".ln_" not in name]
+            at = {"next": sorted(set(steps))[1], "matrix": min(matrices), "last": max(steps)}
+            named |= {f"widened_{which}_{key}": f"{step:,}" for which, step in at.items()}
+            named[f"widened_{key}"] = str(len(widened))
     named["cloze_stuck"] = span([run["tasks"]["cloze"]["right"] for run in _stuck(results)], percent)
     for stuck in _stuck(results):
         key, (step, loss) = place_of(stuck["row"]), _turn(stuck)
