@@ -7,6 +7,9 @@ a process holds in weights, gradients and states, and its peak; what its collect
 checkpoint's bytes and seconds. `studies/scale.py` sets its calculation beside these. With `--compile` each block of
 the model is compiled, in every row.
 
+All rows are made first. Then they are timed in turns, since a host changes within minutes; `step_ms` is the median
+round, `step_ms_range` the least and the greatest.
+
     torchrun --nproc-per-node 4 benchmarks/bench_data_parallel.py [--model gpt2-medium] [--compile] [--json FILE]
 """
 
@@ -18,7 +21,7 @@ import itertools
 import platform
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +29,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from _script import MODES, parser_for, save, slowest
+from _script import MODES, median, parser_for, save, slowest
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -106,11 +109,13 @@ def bandwidth(device: torch.device, repeats: int) -> float:
     return 2 * (ranks - 1) / ranks * x.nbytes / seconds
 
 
-def measured(
-    name: str, settings: TrainSettings, vocabulary: int, device: torch.device, repeats: int, mode: str | None
-) -> dict[str, Any]:
-    """One row."""
+def made(
+    name: str, settings: TrainSettings, vocabulary: int, device: torch.device, mode: str | None
+) -> tuple[Callable[[], None], dict[str, Any]]:
+    """A row's step, and what is measured of it once: bytes, and a checkpoint."""
     changes, options = ROWS[name]
+    cuda = device.type == "cuda"
+    others = torch.cuda.memory_allocated(device) if cuda else 0
     together = "parallel" in changes
     team = ProcessGroup.of(settings) if together else ALONE
     ranks = dist.get_world_size()
@@ -119,7 +124,6 @@ def measured(
         fused: Any = torch.optim.AdamW(parts.model.parameters(), 1e-4, fused=True)
         parts = replace(parts, optimizer=fused)
     if mode is not None:
-        torch._dynamo.reset()
         for block in itertools.chain(*units(parts.model)):
             block.forward = torch.compile(block.forward, dynamic=False, **MODES[mode])  # FSDP2's hooks stay outside
     hook = None
@@ -128,28 +132,27 @@ def measured(
         parts.runs.register_comm_hook(None, hook)
     share = settings.batch // ranks
     windows = torch.randint(0, vocabulary, (share, settings.sequence + 1), device=device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
 
     def step() -> None:
         parts.optimizer.zero_grad()
         torch.autograd.backward(next_token_loss(parts.runs, windows))
         parts.optimizer.step()
 
-    seconds = slowest(lambda: [step() for _ in range(STEPS)], device, repeats, 1) / STEPS / 1e3
+    for _ in range(2):  # compiles; DDP puts its buckets in order
+        step()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
     with Sent() as sent:
         step()
     row = {
-        "step_ms": 1e3 * seconds,
-        "tokens_per_second": settings.batch * settings.sequence / seconds,
         "held_bytes": held_bytes(parts),
-        "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        "peak_bytes": torch.cuda.max_memory_allocated(device) - others if cuda else None,
         "sent_bytes": int(sent.bytes),
         "feedback_bytes": 0 if hook is None else hook.memory_bytes(),
     }
     if together:
         row |= checkpoint(parts)
-    return row
+    return step, row
 
 
 def checkpoint(parts: Parts) -> dict[str, Any]:
@@ -181,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--batch", type=int, default=8, help="windows of each process")
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=50304, help="GPT-2's 50,257, padded to a multiple of 64")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument(
         "--compile", nargs="?", const="default", choices=("default", "cpp-wrapper"),
         help="compile each block: launched from Python, or from C++",
@@ -197,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         f"--vocabulary {args.vocabulary}" + f" --compile {args.compile}" * (args.compile is not None),
         "device": torch.cuda.get_device_name(device) if cuda else platform.processor(), "torch": torch.__version__,
         "ranks": ranks, "model": args.model, "batch": args.batch * ranks, "sequence": args.sequence,
-        "bus_bytes_per_second": bandwidth(device, args.repeats), "rows": {},
+        "bus_bytes_per_second": bandwidth(device, args.rounds), "rows": {},
     }  # fmt: skip
     given = {
         "model": args.model, "recipe": RECIPE, "batch": args.batch * ranks, "sequence": args.sequence,
@@ -205,17 +208,30 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     }  # fmt: skip
     # All rows begin with the same weights, which take longer to draw than a row to measure.
     _build.build_model = functools.partial(_copied, functools.cache(_build.build_model))
+    torch._dynamo.config.recompile_limit = 2 * len(ROWS)  # rows share the code of a block
+    steps: dict[str, Callable[[], None]] = {}
     for name, (changes, _) in ROWS.items():
         if args.only and not any(part in name for part in args.only.split(",")):
             continue
         settings = TrainSettings(**(given | changes))
-        row = measured(name, settings, args.vocabulary, device, args.repeats, args.compile)
-        if cuda:
-            torch.cuda.empty_cache()
+        steps[name], row = made(name, settings, args.vocabulary, device, args.compile)
         results["rows"][name] = {"recipe": settings.recipe, **row}
         if first:
             print(f"{name:34}" + ", ".join(_said(*cell) for cell in row.items()), flush=True)
-            save(args.json, results)  # row by row: a call that is cut off leaves what it has
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(args.rounds):
+        for name, step in steps.items():
+            times[name].append(slowest(lambda step=step: [step() for _ in range(STEPS)], device, 1, 1) / STEPS)
+            ms = median(times[name])
+            results["rows"][name] |= {
+                "step_ms": ms, "step_ms_range": [min(times[name]), max(times[name])],
+                "tokens_per_second": 1e3 * results["batch"] * args.sequence / ms,
+            }  # fmt: skip
+        if first:
+            save(args.json, results)  # round by round: a call that is cut off leaves what it has
+    if first:
+        for name, each in times.items():
+            print(f"{name:34}{median(each):.1f} ms ({min(each):.1f} to {max(each):.1f})", flush=True)
     if first:
         model = build_parts(TrainSettings(**given), args.vocabulary, torch.device("cpu")).model
         results["shapes"] = [list(p.shape) for p in model.parameters()]

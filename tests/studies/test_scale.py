@@ -60,7 +60,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     script = Path(__file__).resolve().parents[2] / "benchmarks" / "bench_data_parallel.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    command += ["--model", "micro", "--vocabulary", "256", "--batch", "1", "--sequence", "16", "--repeats", "1"]
+    command += ["--model", "micro", "--vocabulary", "256", "--batch", "1", "--sequence", "16", "--rounds", "2"]
     subprocess.run(
         [*command, "--json", str(folder / "data_parallel_cpu.json")],
         env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True, timeout=240,
