@@ -113,7 +113,7 @@ def verdict(results: Results, name: str) -> str:
         return "reference" if name == REFERENCE else ""
     if limit is None:
         return "cannot tell"
-    return f"{'apart' if abs(statistics.fmean(differences)) > limit else 'within'} (± {limit:.4f})"
+    return f"{'yes' if abs(statistics.fmean(differences)) > limit else 'not shown'} (± {limit:.4f})"
 
 
 @at_the_rate
@@ -148,7 +148,7 @@ def curve(results: Results) -> str:
             TENTHS, lambda share: f"{100 * share:.0f} % of the tokens",
             ("", lambda share, name: several(apart_at(results, name, share))),
         ),
-        last=["three standard errors", *known] if any(known) else None,
+        last=[f"three standard errors, {results['training']['seeds']} runs", *known] if any(known) else None,
     )  # fmt: skip
 
 
@@ -349,6 +349,9 @@ def facts(results: Results) -> dict[str, str]:
     if (deviation := readings.chance(apart)) is not None:
         named |= {"deviation": f"{deviation:.4f}", "free": str(sum(len(each) - 1 for each in apart if each))}
         named |= {"range_least": f"{min(spread):.4f}", "range_next": f"{sorted(spread)[-2]:.4f}"}
+        rest = readings.chance(each for each in apart if len(each) > 1 and max(each) - min(each) < max(spread))
+        if rest is not None:
+            named |= {"deviation_rest": f"{rest:.4f}", "margin_rest": f"{readings.margin(rest, 2):.4f}"}
         named |= {"margin_two": f"{found.margin(2):.4f}", "margin_one": f"{found.margin(1):.4f}"}
     named |= {"early_above": f"{max(early):.2f}", "early_below": f"{-min(early):.2f}"}
     for name in names(results):
