@@ -210,8 +210,8 @@ def test_autograd_notices() -> None:
         loss.backward()
 
 
-def test_what_does_not_fit_is_stepped_all_the_same() -> None:
-    """A gradient that is not contiguous: the eager step, and the same result."""
+def test_what_is_not_contiguous_is_stepped_all_the_same() -> None:
+    """A gradient that is not contiguous: it is copied, and the result is the same."""
     found = []
     for contiguous in (True, False):
         p = torch.nn.Parameter(torch.ones(40, 30))

@@ -88,8 +88,6 @@ def unsupported(plan: ParamPlan, param: Tensor, group: Mapping[str, Any]) -> str
     """Why a parameter is not stepped in C, whatever its gradient and state; None if it is."""
     if not _is_known(param):
         return "not whole and contiguous" if isinstance(param, Float8Weight) else f"a {type(param).__name__}"
-    if not param.is_contiguous():
-        return "not contiguous"
     kernel = kernel_of(plan, group, plan.dtype, False)
     return kernel if isinstance(kernel, str) else None
 

@@ -29,6 +29,7 @@ from narrowgauge.kernels._triton import begin, name, unavailable
 from narrowgauge.optim import _c_backend
 from narrowgauge.optim._c_backend import CSteps
 from narrowgauge.optim._changes import identical
+from narrowgauge.optim._copied import CopiedSteps, is_scattered
 from narrowgauge.optim._eager import EagerSteps, next_number, noise_of, update
 from narrowgauge.optim._plan import PLAIN, ParamPlan, ParamStep, State, kind_of
 from narrowgauge.optim._sharding import Collective, Rows, is_shared, local, local_gradient
@@ -239,6 +240,17 @@ class Engine:
     def _lists(self, params: list[Tensor], steps: list[ParamStep], mode: tuple[bool, str]) -> list[StepList]:
         """The lists of all backends."""
         (measured, factor), lists = mode, list[StepList]()
+
+        def eager(some: list[ParamStep]) -> StepList:
+            return EagerSteps(some, measured, elementwise)
+
+        copied = [step for step in steps if self._copies(step)]
+        for some in _by_device(copied):
+            lists.append(CopiedSteps(some, lambda copies: self._lists(params, copies, mode), eager))
+        for step in copied:
+            self._left.pop(params[step.index], None)
+        taken = set(map(id, copied))
+        steps = [step for step in steps if id(step) not in taken]
         if "triton" in self.backends:
             mine = [step for step in steps if _for_triton(step)]
             if mine:
@@ -262,10 +274,19 @@ class Engine:
                     lists.append(compiled)
                 taken = {id(step) for step in compiled.steps}
                 steps = [step for step in steps if id(step) not in taken]
-        devices: dict[torch.device, list[ParamStep]] = {}
-        for step in steps:
-            devices.setdefault(step.param.device, []).append(step)
-        return [*lists, *(EagerSteps(some, measured, elementwise) for some in devices.values())]
+        return [*lists, *map(eager, _by_device(steps))]
+
+    def _copies(self, step: ParamStep) -> bool:
+        """Whether a kernel steps contiguous copies of a parameter's tensors."""
+        if step.plan.strict or not is_scattered(step):
+            return False
+        if step.param.is_cpu:
+            return "c" in self.backends and _c_backend.unsupported(step.plan, step.param, step.group) is None
+        if "triton" not in self.backends or unavailable(step.param.device) is not None:
+            return False
+        from narrowgauge.optim._triton_backend import unsupported
+
+        return (unsupported(step.plan, step.param) or untraceable(step.plan, step.group)) is None
 
     def _decide(
         self, verdict: Verdict, roster: _Roster, collective: Collective | None
@@ -411,6 +432,14 @@ def _scales(request: StepRequest) -> bool:
     """Whether gradients are multiplied, or parameters may be held."""
     numbers = request.inverse_scale, request.found_inf, request.max_norm
     return request.all_or_nothing or any(number is not None for number in numbers)
+
+
+def _by_device(steps: Sequence[ParamStep]) -> list[list[ParamStep]]:
+    """The steps of each device."""
+    devices: dict[torch.device, list[ParamStep]] = {}
+    for step in steps:
+        devices.setdefault(step.param.device, []).append(step)
+    return list(devices.values())
 
 
 def _for_triton(step: ParamStep) -> bool:

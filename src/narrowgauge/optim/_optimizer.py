@@ -589,11 +589,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         return sum(value.nbytes for state in self.state.values() for value in state.values())
 
     def describe(self) -> Description:
-        """Bytes kept, rule, storages, path taken, skipped steps, and why: in all, and in `rows` for each parameter.
-
-        A gradient that is not contiguous takes the eager path. On a GPU the table says so after that step; on a
-        CPU it never does.
-        """
+        """Bytes kept, rule, storages, path, skipped steps, and why: in all, and in `rows` for each parameter."""
         when = "" if self.in_backward is None else ", in backward"
         plans = self.plans()
         groups = {p: group for group in self.param_groups for p in group["params"]}

@@ -66,9 +66,7 @@ def unsupported(plan: ParamPlan, param: Tensor) -> str | None:
         return f"{plan.rule.name} sums over a Float8Weight"
     if isinstance(param, Float8Weight):
         return None if param.is_whole and param.is_contiguous() else "not whole and contiguous"
-    if type(param) not in PLAIN:
-        return f"a {type(param).__name__}"
-    return None if param.is_contiguous() else "not contiguous"
+    return None if type(param) in PLAIN else f"a {type(param).__name__}"
 
 
 def _in_blocks(slot: SlotPlan) -> bool:
@@ -83,7 +81,7 @@ def why_not(step: ParamStep) -> str | None:
         return why
     if step.grad.dtype not in _FLOATS:
         return f"the gradient is {step.grad.dtype}"
-    tensors = [step.grad, *step.state.values()]
+    tensors = [*step.tensors()[:1], step.grad, *step.state.values()]
     if any(type(tensor) not in PLAIN for tensor in tensors):
         return "a tensor is of a class of its own"
     if not all(tensor.is_contiguous() and not tensor.is_neg() for tensor in tensors):
