@@ -10,17 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from narrowgauge.optim._plan import PLAIN, ParamStep, State
 from narrowgauge.optim._sharding import Rows
-from narrowgauge.optim._verdict import GradientReport, Verdict
-
-if TYPE_CHECKING:
-    from narrowgauge.optim._engine import StepList
+from narrowgauge.optim._verdict import GradientReport, Measured, StepList, Verdict
 
 
 def is_scattered(step: ParamStep) -> bool:
@@ -75,13 +71,11 @@ class CopiedSteps:
     def terms(self, verdict: Verdict) -> list[Rows]:
         return [found for some in self._lists for found in some.terms(verdict)]
 
-    def run(
-        self, verdict: Verdict | None, summed: bool = False, indices: Sequence[int] | None = None
-    ) -> list[tuple[list[str], Tensor]]:
+    def run(self, verdict: Verdict | None, summed: bool = False, indices: Sequence[int] | None = None) -> Measured:
         mine = [step for step in self.steps if indices is None or step.index in indices]
         if not self._copies:
             self._take_copies(mine)
-        found = []
+        found: Measured = []
         for some in self._lists:
             own = [step.index for step in some.steps if indices is None or step.index in indices]
             if own:

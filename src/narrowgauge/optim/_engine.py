@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter, itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ from narrowgauge.optim._sharding import Collective, Rows, is_shared, local, loca
 from narrowgauge.optim._tracing import elementwise, untraceable
 from narrowgauge.optim._verdict import (
     GradientReport,
+    Measured,
+    StepList,
     StepRequest,
     Verdict,
     agree,
@@ -47,45 +49,9 @@ from narrowgauge.storage import Float8Weight, marked_states
 from narrowgauge.storage._states import times_marked
 
 Group = dict[str, Any]
-# What a step measured: names of parameters, and float64 (parameters, 8) in the order of `UpdateStats`.
-Measured = list[tuple[list[str], Tensor]]
 
 _GRAD = attrgetter("grad")
 _RELEASED = torch.empty(0)
-
-
-class StepList(Protocol):
-    """A list of parameters that one backend steps."""
-
-    @property
-    def steps(self) -> Sequence[ParamStep]:
-        """The parameters."""
-
-    @property
-    def watched(self) -> Sequence[ParamStep]:
-        """The parameters that `refresh` looks at: with those, of Triton's list, that have no kernel yet."""
-
-    @property
-    def reads_steps(self) -> bool:
-        """Whether gradients and states are read from `steps`, or from tables that `refresh` keeps."""
-
-    def refresh(self, grads: Sequence[Tensor], states: Sequence[State]) -> bool:
-        """Whether the list still holds for the gradients and states of `watched`, whose addresses may change."""
-
-    def inspect(self, verdict: Verdict) -> list[GradientReport]:
-        """Inspect all gradients, before a step that depends on them."""
-
-    def terms(self, verdict: Verdict) -> list[Rows]:
-        """This rank's sums of the rules' terms; `run` reads them again if `summed` is True."""
-
-    def run(self, verdict: Verdict | None, summed: bool = False, indices: Sequence[int] | None = None) -> Measured:
-        """Take the steps.
-
-        Args:
-            verdict: the verdict on the step; None where gradients are taken as they are.
-            summed: whether to use the sums of `terms`, now added up over ranks.
-            indices: the indices of the parameters to step; None for all. A list on a GPU is stepped whole.
-        """
 
 
 class StalePlanError(Exception):

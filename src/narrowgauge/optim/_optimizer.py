@@ -26,7 +26,7 @@ from narrowgauge.optim._checkpoint_convert import replan
 from narrowgauge.optim._checkpoint_foreign import VERSION, VERSION_KEY, export_to_torch
 from narrowgauge.optim._describe import Description, describe
 from narrowgauge.optim._eager import check_terms
-from narrowgauge.optim._engine import Engine, Measured, StalePlanError
+from narrowgauge.optim._engine import Engine, StalePlanError
 from narrowgauge.optim._float8_convert import change_class
 from narrowgauge.optim._options import (
     LIMIT,
@@ -49,7 +49,7 @@ from narrowgauge.optim._sharding import as_shared, is_shared, local
 from narrowgauge.optim._state_shapes import to_shapes
 from narrowgauge.optim._stats import StepStats
 from narrowgauge.optim._tracing import elementwise
-from narrowgauge.optim._verdict import Arrival, StepRequest, Unscaling, clipping
+from narrowgauge.optim._verdict import Arrival, Measured, StepRequest, Unscaling, clipping
 from narrowgauge.rules import Rule, cautious, clipped
 from narrowgauge.storage import WeightStorage, mark_states, marked_states, weight_storage
 

@@ -34,10 +34,12 @@ import torch
 from torch import Tensor
 
 from narrowgauge.kernels._c_squares import sums_of_squares
-from narrowgauge.optim._plan import ParamStep
+from narrowgauge.optim._plan import ParamStep, State
 from narrowgauge.optim._sharding import FLAGS, SQUARES, Collective, Rows, to_device
 
 _CPU = torch.device("cpu")
+# What a step measured: names of parameters, and float64 (parameters, 8) in the order of `UpdateStats`.
+Measured = list[tuple[list[str], Tensor]]
 _LEAST = 1e-6  # torch's, so that a norm of 0 is not divided by
 
 
@@ -305,3 +307,37 @@ def _nonfinite(name: str) -> str:
 def _sent(x: Tensor, device: torch.device) -> Tensor:
     """A tensor on a device; the host waits only for what it reads."""
     return x.to(device, non_blocking=device.type != "cpu")
+
+
+class StepList(Protocol):
+    """A list of parameters that one backend steps."""
+
+    @property
+    def steps(self) -> Sequence[ParamStep]:
+        """The parameters."""
+
+    @property
+    def watched(self) -> Sequence[ParamStep]:
+        """The parameters that `refresh` looks at: with those, of Triton's list, that have no kernel yet."""
+
+    @property
+    def reads_steps(self) -> bool:
+        """Whether gradients and states are read from `steps`, or from tables that `refresh` keeps."""
+
+    def refresh(self, grads: Sequence[Tensor], states: Sequence[State]) -> bool:
+        """Whether the list still holds for the gradients and states of `watched`, whose addresses may change."""
+
+    def inspect(self, verdict: Verdict) -> list[GradientReport]:
+        """Inspect all gradients, before a step that depends on them."""
+
+    def terms(self, verdict: Verdict) -> list[Rows]:
+        """This rank's sums of the rules' terms; `run` reads them again if `summed` is True."""
+
+    def run(self, verdict: Verdict | None, summed: bool = False, indices: Sequence[int] | None = None) -> Measured:
+        """Take the steps.
+
+        Args:
+            verdict: the verdict on the step; None where gradients are taken as they are.
+            summed: whether to use the sums of `terms`, now added up over ranks.
+            indices: the indices of the parameters to step; None for all. A list on a GPU is stepped whole.
+        """
