@@ -15,6 +15,7 @@ import torch
 from timm.scheduler import CosineLRScheduler
 from torchvision import datasets, transforms
 
+import narrowgauge as ng
 from narrowgauge.integrations.timm import register
 
 register()
@@ -41,7 +42,7 @@ if args.smoke:
 else:
     data = datasets.ImageFolder(args.data, prepare)
     model = timm.create_model(args.model, num_classes=len(data.classes))
-model.to(device, torch.bfloat16)
+ng.recipes.cast(model.to(device), torch.bfloat16)  # not its buffers: batch norms need theirs in float32
 
 optimizer = timm.optim.create_optimizer_v2(model, args.opt, lr=args.lr, weight_decay=0.05, layer_decay=0.75)
 loader = torch.utils.data.DataLoader(data, batch, shuffle=True, num_workers=0 if args.smoke else 8)

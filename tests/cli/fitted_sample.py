@@ -78,7 +78,7 @@ def layers() -> tuple[LayerChoice, ...]:
 def recipe(**facts: Any) -> FittedRecipe:
     known = {
         "parameters": 123_749_376, "lr": 6e-4, "steps": 10_000, "schedule": "cosine", "final_lr": 0.1,
-        "limit": "the loss moves by at most 0.002", "noise": 0.0523, "loss": 0.0015, "bytes": 6.87,
+        "limit": "a tolerance of 0.002 nats", "noise": 0.0523, "loss": 0.0015, "bytes": 6.87,
         "tolerance": 0.002, "probe_steps": 100, "seconds": 71.4, "device": "NVIDIA H200",
     }  # fmt: skip
     return FittedRecipe(

@@ -329,6 +329,7 @@ def test_ctrl_c_keeps_the_recipes_that_are_finished(text: Path, tmp_path: Path) 
     assert "Traceback" not in errors
     results = json.loads((out / "results.json").read_text())
     assert results["interrupted"] is True
+    assert results["stopped"] is True
     assert results["recipes"]["A"]["validation_loss"] > 0
     assert "Interrupted" in printed
     assert "interrupted" in (out / "report.html").read_text().lower()

@@ -24,7 +24,7 @@ from PIL import Image
 
 from narrowgauge import recipes, trainers
 from narrowgauge.cli import main
-from narrowgauge.cli._fit import next_commands
+from narrowgauge.cli._fit import difference, next_commands
 from narrowgauge.cli._fit_options import OF_COMPARE, OF_TRAINING, FitOptions
 from narrowgauge.cli._options import CompareOptions
 from narrowgauge.cli._report._bill_page import write_bill
@@ -241,9 +241,9 @@ def test_the_choice_is_checked_beside_d(
     assert first != second
     between = rows["fitted"]["difference"]
     said = (
-        f"Checked: after 2 steps the validation loss of the choice minus that of D is {between['mean']:+.5f} ± "
-        f"{between['spread']:.5f} over 2 seeds: the mean of the differences of each seed, and their standard "
-        "deviation."
+        "Checked: the validation loss of the choice minus that of D: estimated 0.0004, up or down, after 10,000 "
+        f"steps, measured {between['mean']:+.5f} ± {between['spread']:.5f} after 2 over 2 seeds: the mean of the "
+        "differences of each seed, and their standard deviation."
     )
     printed = capsys.readouterr().out
     assert said in printed
@@ -273,11 +273,58 @@ def test_a_check_without_losses_or_with_one_seed_says_so(
     assert {p.name for p in tmp_path.iterdir()} == {"recipe.toml", "bill.html", "verify"}
     assert [*calls[0]["seeds"]] == [7, 8, 9]
     assert (calls[0]["steps"], calls[0]["warmup"], calls[0]["lr"]) == (300, 2, 0.01)
-    from narrowgauge.cli._fit import difference
-
-    assert difference(results, 300).startswith("Checked: within 300 steps the choice or D diverged")
+    fitted = recipe(steps=300)  # whose estimate is 0.0015
+    assert difference(results, 300, fitted).startswith("Checked: within 300 steps the choice or D diverged")
     results["recipes"]["fitted"]["difference"] = {"mean": -0.00312, "spread": None, "pairs": 1}
-    assert difference(results, 300).endswith("is -0.00312. With one seed no spread is known.")
+    said = "measured -0.00312 after 300. With one seed no spread is known."
+    assert difference(results, 300, fitted).endswith(said)
+
+
+@pytest.mark.parametrize(
+    ("mean", "spread", "steps", "verdict"),
+    [
+        (-0.006, 0.001, 300, "low"), (0.006, 0.001, 300, "low"), (-0.006, 0.001, 200, "low"),
+        (-0.006, 0.001, 400, None), (-0.006, 0.005, 300, None), (-0.003, 0.001, 300, None),
+        (0.0001, 0.0001, 300, None),
+    ],
+)  # fmt: skip
+def test_an_estimate_that_the_check_contradicts_is_said_to_be_wrong(
+    mean: float, spread: float, steps: int, verdict: str | None
+) -> None:
+    between = {"mean": mean, "spread": spread, "pairs": 3}
+    said = difference({"recipes": {"D": {}, "fitted": {"difference": between}}}, steps, recipe(steps=300))
+    assert (
+        f"estimated 0.0015, up or down, after 300 steps, measured {mean:+.5f} ± {spread:.5f} after {steps}" in said
+    )
+    wrong = (
+        f" The estimate is too {verdict} here: they are apart by more than the spread and the tolerance of 0.002."
+    )
+    assert said.endswith(wrong if verdict else "standard deviation.")
+
+
+def test_an_estimate_far_above_the_check_is_too_high() -> None:
+    between = {"mean": 0.0001, "spread": 0.0001, "pairs": 3}
+    small = recipe(steps=300, tolerance=0.001)
+    said = difference({"recipes": {"D": {}, "fitted": {"difference": between}}}, 300, small)
+    assert said.endswith("too high here: they are apart by more than the spread and the tolerance of 0.001.")
+
+
+def test_an_estimate_over_the_tolerance_is_said_by_the_page_and_on_stderr(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(recipes, "fit", lambda *arguments, **options: recipe(tolerance=0.001), raising=False)
+    assert fit("--out", tmp_path, "--data", text, *TINY) == 0
+    told = capsys.readouterr().err
+    assert told == "narrowgauge: change of the loss estimated 0.0015: over the tolerance of 0.001\n"
+    page = Page((tmp_path / "bill.html").read_text())
+    assert "by 0.0015 nats, up or down, which is over the tolerance of 0.001." in page.text
+
+
+def test_no_comparison_is_printed_for_prepared_tokens(text: Path, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    assert main(["tokens", "--data", str(text), "--out", str(tokens), "--vocabulary", "256"]) == 0
+    assert len(next_commands(FitOptions(data=tokens, vocabulary=256), ["fit"])) == 1
+    assert len(next_commands(FitOptions(data=text, vocabulary=256), ["fit"])) == 2
 
 
 def drawn(source: str) -> set[str]:
@@ -293,8 +340,8 @@ def test_the_page_has_the_numbers_of_the_recipe(tmp_path: Path) -> None:
     bytes_each = sum(c.elements * c.chosen.bytes for c in sample.choices) / sum(c.elements for c in sample.choices)
     assert f"takes {bytes_each:.2f} bytes a parameter, where fp32 master weights" in page.text
     assert "(D) take 16.00 and adamw8bit-split8 takes 7.03" in page.text
-    assert "rounding is estimated to move the loss at the end by at most 0.0015 nats." in page.text
-    assert "The limit: the loss moves by at most 0.002." in page.text
+    assert "rounding is estimated to move the loss at the end by 0.0015 nats, up or down." in page.text
+    assert "The limit: a tolerance of 0.002 nats." in page.text
     assert "All groups together may move the loss by 0.0015. The tolerance, 0.002, is for this sum" in page.text
     assert [" ".join(cell.split()) for cell in page.rows[1]] == [
         "transformer.wte.weight38,597,376 in 1 tensor, 31 % of all",

@@ -84,6 +84,21 @@ def test_files_of_fitted_recipes_are_columns(capsys: pytest.CaptureFixture[str],
     assert "linear must be None with recipe 'by-hand', which has plans of layers" in capsys.readouterr().err
 
 
+def test_a_fitted_recipe_is_for_its_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = str(replace(GPT, facts={"model": "GPT", "parameters": 5}).save(tmp_path / "one.toml"))
+    assert main(["plan", "7B", "--recipe", f"D,{path}"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(
+        "narrowgauge: recipe must be one for any model with a number of parameters, got 'by-hand'"
+    )
+    assert told.count("\n") == 1
+    assert main(["plan", "micro", *SMALL, "--recipe", path, "--memory", "300MB"]) == 0
+    told = capsys.readouterr().err
+    assert "parameters, and recipe 'by-hand' was fitted for GPT of 5 parameters: fit again for this model" in told
+    assert told.startswith("narrowgauge: model has ")
+    assert told.count("\n") == 1
+
+
 def test_bars_are_to_scale(capsys: pytest.CaptureFixture[str]) -> None:
     page = read(capsys, "7B", "--recipe", "D,A", "--memory", "80GB")
     (whole,) = [line.split()[1] for line in page.splitlines() if line.startswith("master  W")]

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from narrowgauge import recipes
-from narrowgauge.cli._results import set_aside, write_results
+from narrowgauge.cli._results import REPORT, RESULTS, write_results
 from narrowgauge.optim import UpdateStats
 from narrowgauge.trainers import Run, Settings
 from narrowgauge.trainers._compare import Timing
 from narrowgauge.trainers._compare_results import assemble, notes
 from narrowgauge.trainers._compare_table import legend, tables
+from narrowgauge.trainers._earlier import set_aside
 
 FACTS = {
     "reference": "D", "settings": {"batch": 10, "sequence": 10}, "command": "narrowgauge compare",
@@ -148,7 +149,7 @@ def test_a_reference_that_did_not_run_is_none() -> None:
 
 def test_earlier_files_are_set_aside_never_lost(tmp_path) -> None:
     for number in range(3):
-        set_aside(tmp_path)
+        set_aside(tmp_path, (RESULTS, REPORT))
         (tmp_path / "report.html").write_text(str(number))
         write_results({"number": number}, tmp_path)
     kept = sorted(json.loads(path.read_text())["number"] for path in tmp_path.glob("results*.json"))

@@ -311,6 +311,31 @@ def test_the_command_writes_beside_the_records_and_says_where(
     assert (tmp_path / "new" / "gauges.html").is_file()
 
 
+def test_a_page_that_cannot_be_written_is_one_line_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(sound(30), tmp_path / "gauges.jsonl")
+    save(sound(30), tmp_path / "other.jsonl")
+    run, below = str(tmp_path / "gauges.jsonl"), tmp_path / "gauges.jsonl" / "page.html"
+    assert main(["report", run, "--out", str(below)]) == 2
+    assert capsys.readouterr().err == f"narrowgauge: --out: cannot write '{below}': File exists\n"
+    (tmp_path / "compared").mkdir()
+    (tmp_path / "compared" / "results.json").write_text(json.dumps(compared()))
+    monkeypatch.chdir(tmp_path)
+
+    def refuse(path: Path, content: bytes) -> None:  # as a folder without write permission does, but for root
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    for words, out in (
+        ([str(tmp_path)], str(tmp_path / "gauges.html")),
+        ([run, "other.jsonl"], "runs.html"),
+        (["compared"], "compared/report.html"),
+    ):
+        assert main(["report", *words]) == 2
+        assert capsys.readouterr().err == f"narrowgauge: --out: cannot write '{out}': Permission denied\n"
+
+
 def test_several_runs_are_one_page_with_a_table_and_their_curves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

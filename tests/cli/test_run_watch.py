@@ -141,6 +141,9 @@ def test_several_runs_have_a_line_each_and_so_have_the_recipes_of_a_comparison(
     assert lines[-1].endswith("not complete; runs appear when they are done")
     assert main(["watch", str(compared), "--once"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 7
+    (compared / "results.json").write_text(json.dumps(results(interrupted=True) | {"stopped": True}))
+    assert main(["watch", str(compared), "--once"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "compared: interrupted before its end"
     assert main(["watch", str(path), str(path.parent / "nowhere"), "--once"]) == 2
     assert "nowhere': there are no records" in capsys.readouterr().err
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -172,6 +173,11 @@ def test_bad_input_is_one_line_that_names_the_flag(case: str, text: Path, tmp_pa
 
 FILES = {
     "an unknown key": ("stepz = 3", "a key must be one of data, out, model"),
+    "a misspelled key": ("weight-decai = 0.1", "got 'weight-decai'; the nearest is 'weight-decay'"),
+    "a key in both spellings": (
+        "save-every = 1\nsave_every = 2",
+        "save-every must be given once, got it as 'save_every'",
+    ),
     "a number for a switch": ("compile = 1", "compile must be true or false"),
     "a value out of range": ("keep = 0", "--keep must be an integer from 1"),
     "no TOML": ("steps: 3", "config.toml"),
@@ -224,6 +230,29 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(text: Path, tmp_path: Path) -
     assert (tmp_path / "checkpoints" / f"step-{last:09d}").is_dir()
 
 
+def test_a_second_run_in_a_folder_is_refused_until_the_first_one_dies(text: Path, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "out"
+    often = ("--log-every", "1", "--gauges-every", "1", "--validate-every", "0")
+    process = Command(typed(out, text, "--steps", "4000", *often), tmp_path)
+    try:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and not ((out / "history.jsonl").exists() and len(history(out)) > 4):
+            time.sleep(0.02)
+        assert main(typed(out, text, "--steps", "2")) == 2
+        said = capsys.readouterr().err
+        assert f"--out must be a folder that no other run writes into, got {out}, which process " in said
+        assert said.count("\n") == 1
+    finally:
+        process.kill()
+        process.communicate()
+    lost = (out / "history.jsonl").read_text()
+    assert main(typed(out, text, "--steps", "2")) == 0
+    assert f"kept of an earlier run: {out}/history." in capsys.readouterr().out
+    (earlier,) = out.glob("history.*Z.jsonl")
+    assert earlier.read_text() == lost
+    assert [record["step"] for record in history(out) if "loss" in record] == [1, 2]
+
+
 def test_it_goes_on_when_nobody_reads_what_it_prints(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -256,6 +285,9 @@ def test_prepared_tokens_train(text: Path, tmp_path: Path, capsys) -> None:
     assert "--learn-from must be an integer from 1" in capsys.readouterr().err
     assert main(["tokens", "--data", str(text), "--out", str(shards)]) == 2
     assert "has prepared tokens already" in capsys.readouterr().err
+    assert main(["tokens", "--data", str(text), "--out", str(text / "shards")]) == 2
+    says = f"narrowgauge: --out: cannot make the folder {text / 'shards'}: Not a directory\n"
+    assert capsys.readouterr().err == says
 
 
 def test_damaged_lines_are_counted_named_and_skipped(tmp_path: Path, capsys) -> None:
@@ -273,7 +305,10 @@ def test_damaged_lines_are_counted_named_and_skipped(tmp_path: Path, capsys) -> 
 def test_a_loss_that_is_never_finite_ends_the_run(text: Path, tmp_path: Path, capsys) -> None:
     arguments = ("--lr", "1e30", "--recipe", "fp32", "--warmup", "0", "--clip", "0", "--log-every", "5")
     assert train("--data", text, "--out", tmp_path, *TINY, "--steps", 50, *arguments) == 1
-    assert "no loss was finite up to step" in capsys.readouterr().err
+    says = r"narrowgauge: --lr 1e\+30: no loss was finite up to step \d+; take a lower one"
+    assert re.search(f"{says}, or --clip\n", capsys.readouterr().err)
+    assert train("--data", text, "--out", tmp_path, *TINY, "--steps", 50, *arguments, "--clip", 1) == 1
+    assert re.search(f"{says}\n", capsys.readouterr().err)
     assert not (tmp_path / "model.safetensors").exists()
 
 

@@ -56,6 +56,23 @@ def test_running_statistics_are_those_of_fp32() -> None:
     assert model.eval()(x).dtype == torch.bfloat16
 
 
+def test_running_statistics_that_were_cast_before_are_said_once_by_name() -> None:
+    def model() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8)).bfloat16()
+
+    words = r"^model: the running statistics of '1' and 1 more are in torch.bfloat16, .*; make the model in float32"
+    with pytest.warns(UserWarning, match=words) as said:
+        recipes.get("adamw8bit-split8").apply(model())
+    assert len(said) == 1
+    assert said[0].filename == __file__
+    with pytest.warns(UserWarning, match="of '1' are in torch.bfloat16"):
+        recipes.get("bf16").apply(model()[:2])
+    wide = model()
+    recipes.get("adamw8bit").apply(wide)  # a recipe in float32 widens them, so it says nothing
+    assert wide[1].running_var.dtype == torch.float32
+    recipes.get("bf16").apply(nn.Sequential(nn.BatchNorm1d(8, track_running_stats=False)).bfloat16())
+
+
 @pytest.mark.parametrize("name", ["bf16", "adamw8bit-split8", "collage-plus"])
 def test_norms_in_fp32_run_between_linear_layers_in_bf16(name: str) -> None:
     model = network()

@@ -28,6 +28,7 @@ from narrowgauge.recipes._fit._choose import (
 )
 from narrowgauge.recipes._fit._probe import Sample, sample_places
 from narrowgauge.recipes._fit._replay import GROWS, LOST, SHRINKS, Cost, Played, Replay, _bank, costs
+from narrowgauge.recipes._fit._storages import Measured
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -268,7 +269,37 @@ def test_a_fit_is_applied_with_the_bytes_that_it_promises(tmp_path: Any) -> None
 def test_a_wider_tolerance_takes_fewer_bytes() -> None:
     strict, loose = fitted(tolerance=1e-5), fitted(tolerance=0.5)
     assert loose.facts["bytes"] < strict.facts["bytes"]
-    assert strict.facts["loss"] < 2e-4 < loose.facts["loss"] <= 0.5
+    assert strict.facts["loss"] < 1.05e-5 < 2e-4 < loose.facts["loss"] <= 0.5
+    assert strict.title.endswith(", within the tolerance of 1e-05")
+    assert strict.bill().over == ""
+
+
+def test_a_loss_over_the_tolerance_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = Measured.together
+
+    def worse(measured: Measured, chosen: dict[str, int]) -> dict[str, Cost]:
+        return {name: cost + Cost(0.0, 0.0, 0.0029) for name, cost in together(measured, chosen).items()}
+
+    monkeypatch.setattr(Measured, "together", worse)
+    recipe = fitted()
+    over = f"change of the loss estimated {recipe.facts['loss']:.2g}: over the tolerance of 0.002"
+    assert recipe.title == f"fitted to 39,680 parameters: {over}"
+    assert recipe.bill().over == over
+    assert str(recipe.bill()).startswith(f"fitted: {recipe.title}\n")
+
+
+def test_bytes_are_filled_down_to_an_exact_choice() -> None:
+    losses = [fitted(bytes_per_parameter=each).facts["loss"] for each in (7, 10, 14)]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[1] < 1e-4  # too little for any training to show, and still not the last
+    exact = fitted(bytes_per_parameter=16)
+    assert exact.facts["loss"] == losses[2] == 0
+    assert exact.facts["bytes"] == 14
+    assert "nothing" not in "".join(choice.reason for choice in exact.choices)
+
+
+def test_a_run_of_four_steps_is_the_shortest() -> None:
+    assert fitted(steps=4).facts["replay_steps"] == 4
 
 
 def test_a_fit_leaves_the_model_alone_and_repeats() -> None:
@@ -297,6 +328,7 @@ def test_a_memory_takes_what_the_plan_fits() -> None:
     assert plan_memory(Model(), recipe, batch=8, loss=traced).peak <= wide - 200_000
     with pytest.raises(ValueError, match=r"^memory must be at least .*GB for this model and batch, got 100000"):
         fitted(memory=100_000, **given)
+    assert fitted(memory="1GB", **given).facts["loss"] == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -342,6 +374,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a rule with sums": ({"optimizer": ng.optim.LAMB}, "optimizer must be elementwise"),
     "an argument of no optimizer": (
         {"tolerence": 1}, r"^fit\(\) must get arguments of its own or of AdamW, got 'tolerence'$"
+    ),
+    "too few steps": ({"steps": 3}, "^steps must be at least 4: a run is measured by its quarters, got 3$"),
+    "an optimizer's name": (
+        {"optimizer": "AdamW"}, r"^optimizer must be a class of narrowgauge\.optim, got 'AdamW'$"
+    ),
+    "a loss for each example": (
+        {"loss": lambda m, x: m(x).mean((1, 2))},
+        r"^loss must return a tensor of one element with a graph of gradients, got a tensor of .* shape \(8,\)$",
+    ),
+    "a loss without a graph": (
+        {"loss": lambda m, x: loss(m, x).detach()}, r"^loss must return .*, got a tensor of .* without a graph$"
+    ),
+    "a loss that is a number": ({"loss": lambda m, x: loss(m, x).item()}, r"^loss must return a tensor .*, got \d"),
+    "a memory without a loss to plan": (
+        {"memory": "1GB"},
+        r"^memory needs plan={'loss': \.\.\.} for a Model: a function of model, batch and sequence that makes its ",
     ),
     "batches in a list": ({"batches": [0]}, "^batches must be a function that returns an iterator .*, got list$"),
 }  # fmt: skip

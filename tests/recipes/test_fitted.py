@@ -217,11 +217,16 @@ def test_what_cannot_be_kept_is_refused_when_it_is_made() -> None:
 
 
 def test_the_memory_plan_counts_what_each_choice_keeps() -> None:
-    pairs = [
-        recipes.plan_memory(10**9, one)
-        for one in ("master", fitted(choice("*", elements=1, chosen=kept("master", WIDE))))
-    ]
+    uniform = fitted(choice("*", elements=1, chosen=kept("master", WIDE)))
+
+    def squares(model: nn.Module, batch: int, sequence: int) -> torch.Tensor:
+        return model(torch.empty(batch, 64, device="meta", dtype=torch.bfloat16)).square().mean()  # type: ignore[no-any-return]
+
+    pairs = [recipes.plan_memory(network(), one, loss=squares) for one in ("master", uniform)]
     assert pairs[0].at_peak == pairs[1].at_peak
+    refused = "^recipe must be one for any model with a number of parameters, got 'by-hand', which was fitted"
+    with pytest.raises(ValueError, match=refused):
+        recipes.plan_memory(10**9, uniform)
     with pytest.raises(
         ValueError, match=r"linear must be None with recipe 'by-hand', which has plans of layers, got"
     ):

@@ -13,7 +13,7 @@ from parallel_runs import Trainings
 
 from narrowgauge.trainers import SettingsError, TrainSettings, fit
 from narrowgauge.trainers._parallel import ProcessGroup
-from narrowgauge.trainers._run_folder import HISTORY, read_history
+from narrowgauge.trainers._run_folder import HISTORY, locked, read_history
 
 pytestmark = pytest.mark.usefixtures("surroundings")
 
@@ -119,6 +119,9 @@ def test_an_error_of_one_ends_all(trainings: Trainings, small: TrainSettings, tm
     assert "another process has failed" in other
     for answer in trainings(given(small, out=tmp_path / "out", batch=6, accumulate=2), tmp_path / "b"):
         assert "--batch must be a multiple of 4, " in answer
+    with locked(tmp_path / "out", ProcessGroup()):
+        for answer in trainings(given(small, out=tmp_path / "out"), tmp_path / "c"):
+            assert "--out must be a folder that no other run writes into, " in answer.splitlines()[-1]
 
 
 def test_what_is_refused_and_shared() -> None:

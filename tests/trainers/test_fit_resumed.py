@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +15,7 @@ import pytest
 import torch
 from fitted import CPU, Silent, assert_it_goes_on, records, run
 
-from narrowgauge.distributed import save_checkpoint
+from narrowgauge.distributed import DamagedCheckpointError, save_checkpoint
 from narrowgauge.gauges import read_records
 from narrowgauge.trainers import SettingsError, TrainSettings, config_values, fit
 from narrowgauge.trainers._build import build_parts
@@ -94,11 +97,81 @@ def test_what_is_in_the_way_of_a_newer_checkpoint_is_said(small: TrainSettings, 
     assert going.endswith(f"step-{small.steps - 2:09}")
 
 
-def test_what_an_attempt_without_a_checkpoint_left_is_cleared_away(small: TrainSettings, tmp_path: Path) -> None:
-    (tmp_path / HISTORY).write_text('{"step": 1, "loss": 3.0}\n')
-    (tmp_path / "gauges.jsonl").write_text('{"kind": "run"')
-    assert len(run(small, tmp_path, gauges_every=2)) == 6
+def test_where_no_checkpoint_is_whole_it_says_what_to_do(small: TrainSettings, tmp_path: Path) -> None:
+    run(small, tmp_path)
+    folder = tmp_path / "checkpoints"
+    next(folder.glob("step-*/*.safetensors")).write_bytes(b"x")
+    way_out = f"; to begin anew take another --out, or move {folder} away"
+    says = f"^no checkpoint in {folder} is whole: .* has 1 bytes.*{way_out}$"
+    with pytest.raises(DamagedCheckpointError, match=says):
+        run(small, tmp_path)
+    folder.rename(tmp_path / "away")
+    assert len(run(small, tmp_path)) == 6
+    assert len(kept(tmp_path)["history"]) == 1
+
+
+def kept(out: Path) -> dict[str, list[str]]:
+    """The content of the renamed files of earlier runs, by what they were called."""
+    found: dict[str, list[str]] = {}
+    for path in out.glob("*.*Z*.*"):
+        found.setdefault(path.name.partition(".")[0], []).append(path.read_text())
+    return found
+
+
+def test_the_records_of_another_run_in_the_folder_are_kept(small: TrainSettings, tmp_path: Path) -> None:
+    # An attempt without a checkpoint.
+    before = {"history": '{"step": 1, "loss": 3.0}\n', "gauges": '{"kind": "run"', "config": "steps = 1\n"}
+    for name, suffix in (("history", "jsonl"), ("gauges", "jsonl"), ("config", "toml")):
+        (tmp_path / f"{name}.{suffix}").write_text(before[name])
+    observer = Silent()
+    fit(replace(small, out=tmp_path, gauges_every=2), CPU, observer)
+    assert kept(tmp_path) == {name: [content] for name, content in before.items()}
+    (said,) = (line for line in observer.told if line.startswith("kept of an earlier run: "))
+    assert sorted(said.partition(": ")[2].split(", ")) == sorted(map(str, tmp_path.glob("*.*Z*.*")))
     assert [r["step"] for r in read_records(tmp_path / "gauges.jsonl") if r["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
+    # A finished run, where one begins with the checkpoint of another; when that goes on no file is renamed.
+    whole = (tmp_path / HISTORY).read_text()
+    run(small, tmp_path / "other", save_every=2, keep=3)
+    named = str(tmp_path / "other" / "checkpoints" / "step-000000002")
+    assert len(run(small, tmp_path, resume=named)) == 4
+    assert whole in kept(tmp_path)["history"]
+    files = kept(tmp_path)
+    run(small, tmp_path, steps=7, schedule="constant", save_every=1)
+    assert kept(tmp_path) == files
+
+
+class Second(Silent):
+    """An observer that starts the run once more while it goes on."""
+
+    def __init__(self, settings: TrainSettings) -> None:
+        super().__init__()
+        self.settings, self.refusals = settings, []
+
+    def progress(self, step: int, loss: float, units: float, unit: str, mfu: float | None) -> None:
+        try:
+            fit(replace(self.settings, steps=step), CPU, Silent())
+        except SettingsError as error:
+            self.refusals.append(str(error))
+
+
+def test_a_folder_has_one_run_at_a_time(
+    small: TrainSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = replace(small, out=tmp_path / "one", steps=2, warmup=0)
+    observer = Second(settings)
+    fit(settings, CPU, observer)
+    says = (
+        f"--out must be a folder that no other run writes into, got {settings.out}, which process {os.getpid()} on "
+    )
+    assert len(observer.refusals) == 2
+    assert all(line.startswith(says) and line.endswith(" writes into") for line in observer.refusals)
+    assert [r["step"] for r in records(settings.out) if "loss" in r] == [1, 2]
+
+    def without(file: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", without)
+    assert len(run(small, tmp_path / "two", save_every=0, resume="no")) == 6
 
 
 def test_gauges_may_begin_where_a_run_goes_on(small: TrainSettings, tmp_path: Path) -> None:
@@ -157,3 +230,8 @@ def test_a_configuration_of_an_earlier_release_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("stops = 9\n")
     with pytest.raises(SettingsError, match=r"a key must be one of data, .*, got 'stops'"):
         config_values(tmp_path / "config.toml")
+
+
+def test_a_key_of_a_configuration_may_have_underscores(tmp_path: Path) -> None:
+    (tmp_path / CONFIG).write_text("weight_decay = 0.2\nsave-every = 3\n")
+    assert config_values(tmp_path / CONFIG) == {"weight_decay": 0.2, "save_every": 3}

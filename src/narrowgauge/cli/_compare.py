@@ -20,11 +20,12 @@ from narrowgauge.cli._environment import find_device, out_of_memory, refuse_proc
 from narrowgauge.cli._files import UsageError, folder_to_write, user_input
 from narrowgauge.cli._options import CompareOptions
 from narrowgauge.cli._report._compare_page import write_report
-from narrowgauge.cli._results import REPORT, RESULTS, set_aside, write_results
+from narrowgauge.cli._results import REPORT, RESULTS, write_results
 from narrowgauge.recipes import Recipe
 from narrowgauge.trainers import CompareProgress, Comparison, Run, TokenizedCorpus
 from narrowgauge.trainers._compare_table import legend, tables
 from narrowgauge.trainers._comparison import check_settings, named_recipes, outcome
+from narrowgauge.trainers._earlier import set_aside
 from narrowgauge.trainers._tokens import is_prepared
 
 _SIZE = 2**31 - 1
@@ -97,7 +98,7 @@ class Record(CompareProgress):
     def finish(self, name: str, run: Run, so_far: Comparison) -> None:
         """Write a run down, at once."""
         if self.found is None:
-            set_aside(self._out)
+            set_aside(self._out, (RESULTS, REPORT))
         self.found = so_far
         self.display.finish(f"{name}, seed {run.seed}: {outcome(run)}")
         # Until the last run is in, the file says that it is not complete: a kill leaves it as it stands.
@@ -117,6 +118,8 @@ class Record(CompareProgress):
         if self.found is None:
             complain("stopped before the first run was complete; nothing was written")
             return status
+        if self.found.results["interrupted"]:
+            self.found.results["stopped"] = True  # for `watch`: no more runs come
         write_results(self.found.results, self._out)
         write_report(self.found.results, self._out / REPORT)
         self.display.show(self.found.results)

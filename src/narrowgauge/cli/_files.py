@@ -47,7 +47,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 def write_output(option: str, path: Path, content: str | bytes) -> None:
     """Write the file of an option, with its folder; a UsageError names the option if that is not possible."""
-    try:
+    with writing(option, path):
         if path.is_dir():
             raise IsADirectoryError("it is a folder")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,6 +56,13 @@ def write_output(option: str, path: Path, content: str | bytes) -> None:
             path.write_bytes(content if isinstance(content, bytes) else content.encode())
         else:
             write_whole(path, content)
+
+
+@contextlib.contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Turn the system's errors of a block that writes an option's file into a UsageError that names both."""
+    try:
+        yield
     except OSError as error:
         raise UsageError(f"{option}: cannot write {str(path)!r}: {error.strerror or error}") from None
 

@@ -22,19 +22,25 @@ from narrowgauge.cli._environment import find_device, out_of_memory, refuse_proc
 from narrowgauge.cli._files import UsageError, folder_to_write, user_input
 from narrowgauge.cli._fit_options import OF_COMPARE, OF_TRAINING, FitOptions
 from narrowgauge.cli._options import CompareOptions
-from narrowgauge.cli._report._bill_page import MIXED, write_bill
-from narrowgauge.cli._results import REPORT, set_aside
+from narrowgauge.cli._report._bill_page import MIXED, nats, write_bill
+from narrowgauge.cli._results import REPORT
 from narrowgauge.recipes import FittedRecipe
+from narrowgauge.recipes._choices import TOLERANCE
 from narrowgauge.trainers import DEFAULT_VOCABULARY, Comparison, presets
 from narrowgauge.trainers._build import plain_model
 from narrowgauge.trainers._data import Opened, open_task
+from narrowgauge.trainers._earlier import set_aside
 from narrowgauge.trainers._image_models import ClipSizes
 from narrowgauge.trainers._models import preset
 from narrowgauge.trainers._task import Examples, count, divided, to_device
+from narrowgauge.trainers._tokens import is_prepared
 
 RECIPE, BILL, CHECK = "recipe.toml", "bill.html", "verify"
 # What `recipes.fit` calls the limits.
-_FLAGS = {"bytes_per_parameter": "--bytes", "memory": "--memory", "tolerance": "--tolerance", "linear": "--linear"}
+_FLAGS = {
+    "bytes_per_parameter": "--bytes", "memory": "--memory", "tolerance": "--tolerance", "linear": "--linear",
+    "steps": "--steps",
+}  # fmt: skip
 
 
 def fit(options: FitOptions, words: Sequence[str]) -> int:
@@ -63,7 +69,10 @@ def fit(options: FitOptions, words: Sequence[str]) -> int:
         set_aside(options.out, (RECIPE, BILL))
         recipe.save(path)
         write_bill(recipe, options.out / BILL, commands=commands)
-        print(recipe.bill().text(display.console.width))
+        bill = recipe.bill()
+        print(bill.text(display.console.width))
+        if bill.over:
+            complain(bill.over)
         if options.verify:
             print(
                 f"--verify: {2 * options.verify_seeds} trainings, of {MIXED} and of the choice "
@@ -73,7 +82,7 @@ def fit(options: FitOptions, words: Sequence[str]) -> int:
             found = _verify(work, recipe, shlex.join(["narrowgauge", *words]))
             if found is None:
                 return 130
-            checked = difference(found.results, options.verify_steps)
+            checked = difference(found.results, options.verify_steps, recipe)
             print(checked)
             write_bill(
                 recipe, options.out / BILL, checked=checked, checked_page=f"{CHECK}/{REPORT}", commands=commands
@@ -204,19 +213,33 @@ def _verify(work: _Work, recipe: FittedRecipe, command: str) -> Comparison | Non
     return None if record.close(status) else record.found
 
 
-def difference(results: dict[str, Any], steps: int) -> str:
-    """The result of the check, in a sentence."""
+def difference(results: dict[str, Any], steps: int, recipe: FittedRecipe) -> str:
+    """The result of the check beside the estimate; the estimate has no sign, and is of the planned steps."""
     (row,) = (row for name, row in results["recipes"].items() if name != MIXED)
     between = row["difference"]
     if between is None:
         return f"Checked: within {steps:,} steps the choice or {MIXED} diverged, so there are no losses to compare."
-    what = f"Checked: after {steps:,} steps the validation loss of the choice minus that of {MIXED} is"
+    estimated, planned = recipe.bill().loss, recipe.facts.get("steps", steps)
+    most = recipe.facts.get("tolerance", TOLERANCE)
+    what = (
+        f"Checked: the validation loss of the choice minus that of {MIXED}: estimated {nats(estimated)}, up or "
+        f"down, after {planned:,} steps, measured {between['mean']:+.5f}"
+    )
     if between["spread"] is None:
-        return f"{what} {between['mean']:+.5f}. With one seed no spread is known."
-    return (
-        f"{what} {between['mean']:+.5f} ± {between['spread']:.5f} over {between['pairs']} seeds: the mean of the "
+        return f"{what} after {steps:,}. With one seed no spread is known."
+    text = (
+        f"{what} ± {between['spread']:.5f} after {steps:,} over {between['pairs']} seeds: the mean of the "
         "differences of each seed, and their standard deviation."
     )
+    apart = abs(between["mean"]) - estimated
+    # A shorter run shows an estimate to be too low, and not to be too high; a longer one the other way round.
+    shows = steps <= planned if apart > 0 else steps >= planned
+    if shows and abs(apart) > max(between["spread"], most):
+        text += (
+            f" The estimate is too {'low' if apart > 0 else 'high'} here: they are apart by more than the spread "
+            f"and the tolerance of {most:g}."
+        )
+    return text
 
 
 def next_commands(options: FitOptions, words: Sequence[str]) -> list[str]:
@@ -229,7 +252,8 @@ def next_commands(options: FitOptions, words: Sequence[str]) -> list[str]:
             taken = _name(word) in (*OF_TRAINING, "config")
         given += [word] if taken else []
     commands = [["train", "--recipe", path, *given]]
-    if options.model in presets():
+    # compare takes no prepared tokens
+    if options.model in presets() and not (options.data and is_prepared(options.data)):
         planned = replace(options, vocabulary=options.vocabulary or DEFAULT_VOCABULARY)
         commands.append(["compare", "--recipes", f"{MIXED},{path}"])
         for name in OF_COMPARE:

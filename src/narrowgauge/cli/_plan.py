@@ -8,12 +8,13 @@ Nothing is run on a GPU, none is needed, and no weights are made.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 from narrowgauge import recipes
-from narrowgauge.cli._console import MISSING, Printer
+from narrowgauge.cli._console import MISSING, Printer, complain
 from narrowgauge.cli._files import UsageError, picture_path, user_input, write_output
 from narrowgauge.cli._options import PlanOptions, parts, plan_of
 from narrowgauge.recipes import FittedRecipe, MemoryPlan, Recipe
@@ -103,11 +104,15 @@ def _planned(options: PlanOptions) -> tuple[list[MemoryPlan], list[Answers] | No
     def peak(recipe: Recipe, sequence: int) -> int:
         return planned(recipe, _model(options, sequence), sequence).peak
 
-    plans = [replace(planned(one, model, options.sequence), recipe=name) for name, one in found.items()]
-    # Asked of each length anew where the model would be another one.
-    asked = peak if grows(options.model) else None
-    pairs = zip(plans, found.values(), strict=True)
-    answers = None if memory is None else [_answers(one, recipe, memory, asked) for one, recipe in pairs]
+    with warnings.catch_warnings(record=True) as caught:  # of recipes that were fitted to another model
+        warnings.simplefilter("always", UserWarning)
+        plans = [replace(planned(one, model, options.sequence), recipe=name) for name, one in found.items()]
+        for note in dict.fromkeys(str(warning.message) for warning in caught):
+            complain(note)
+        # Asked of each length anew where the model would be another one.
+        asked = peak if grows(options.model) else None
+        pairs = zip(plans, found.values(), strict=True)
+        answers = None if memory is None else [_answers(one, recipe, memory, asked) for one, recipe in pairs]
     return plans, answers
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.cli._files import write_whole
+from narrowgauge.trainers._earlier import set_aside
 
 Json = dict[str, Any]
 RESULTS, REPORT = "results.json", "report.html"
@@ -17,7 +16,7 @@ RESULTS, REPORT = "results.json", "report.html"
 def save(results: Json, out: Path) -> None:
     """Write both files into a folder, which is made; earlier ones are renamed."""
     out.mkdir(parents=True, exist_ok=True)
-    set_aside(out)
+    set_aside(out, (RESULTS, REPORT))
     write_results(results, out)
     from narrowgauge.cli._report._compare_page import write_report  # needs packages that the results do not
 
@@ -29,18 +28,3 @@ def write_results(results: Json, out: Path) -> Path:
     path = out / RESULTS
     write_whole(path, json.dumps(results, indent=1, allow_nan=False))
     return path
-
-
-def set_aside(out: Path, names: Sequence[str] = (RESULTS, REPORT)) -> None:
-    """Rename what an earlier command, a comparison say, left in this folder, after the time of its writing."""
-    stamp = None
-    for name in names:
-        path = out / name
-        if path.exists():
-            stamp = stamp or datetime.fromtimestamp(path.stat().st_mtime, UTC).strftime("%Y%m%dT%H%M%SZ")
-            target = path.with_name(f"{path.stem}.{stamp}{path.suffix}")
-            number = 1
-            while target.exists():
-                number += 1
-                target = path.with_name(f"{path.stem}.{stamp}-{number}{path.suffix}")
-            path.rename(target)

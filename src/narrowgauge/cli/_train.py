@@ -12,7 +12,7 @@ from rich.progress import TaskID
 from narrowgauge import recipes
 from narrowgauge.cli._console import Display, asked_to_stop, complain
 from narrowgauge.cli._environment import find_device, out_of_memory, usable_cores
-from narrowgauge.cli._files import UsageError, user_input
+from narrowgauge.cli._files import UsageError, folder_to_write, user_input
 from narrowgauge.cli._options import TokensOptions, option
 from narrowgauge.trainers import (
     DataError,
@@ -91,7 +91,8 @@ def train(settings: TrainSettings) -> int:
     if not first:  # the first process says it
         return 1 if outcome.diverged else 130 if outcome.stopped else 0
     if outcome.diverged:
-        complain(f"--lr {settings.lr}: no loss was finite up to step {outcome.step}; takes a lower one, or --clip")
+        clip = "" if settings.clip else ", or --clip"
+        complain(f"--lr {settings.lr}: no loss was finite up to step {outcome.step}; take a lower one{clip}")
         return 1
     if outcome.stopped:
         display.say(f"stopped after step {outcome.step}; the same command goes on from there")
@@ -145,6 +146,7 @@ def tokens(options: TokensOptions) -> int:
     ):  # fmt: skip
         if value is not None and not least <= value <= most:
             raise UsageError(f"--{name} must be an integer from {least} to {most}, got {value}")
+    folder_to_write("--out", options.out)
     with TrainDisplay() as display, user_input():
         index = prepare_tokens(
             options.data, options.out, vocabulary=vocabulary, workers=workers or usable_cores(),

@@ -112,7 +112,9 @@ def side_by_side(runs: list[Followed], width: int) -> RenderableType:
         if run.results is None and not run.reader.exists:
             notes.append(Text(f"{run.path}: waiting for the file", style="yellow"))
         elif run.results is not None and run.results["interrupted"]:
-            notes.append(Text(f"{run.path}: not complete; runs appear when they are done", style="yellow"))
+            stopped = run.results.get("stopped")
+            said = "interrupted before its end" if stopped else "not complete; runs appear when they are done"
+            notes.append(Text(f"{run.path}: {said}", style="yellow"))
     return Group(table, *notes)
 
 

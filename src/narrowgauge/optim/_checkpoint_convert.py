@@ -177,13 +177,33 @@ class StateReader:
         """The storage that wrote a slot's tensors."""
         found = self._storages.get(slot.slot.name)
         if found is None:
+            moment = f"state_dict: {slot.slot.name!r} of {self.plan.name}"
+            shape = self._other_shape(slot)
+            if shape is not None:
+                raise ValueError(
+                    f"{moment} is of shape {shape} in the checkpoint, and the parameter has {tuple(self.p.shape)}"
+                )
             wanted = self.declared[-1].get(slot.slot.name, slot.storage).name
             raise ValueError(
-                f"state_dict: {slot.slot.name!r} of {self.plan.name} must be a moment of shape "
-                f"{tuple(self.p.shape)} in {wanted!r}, block_size={self.block_size}, got "
-                f"{_signature(slot.tensors(self.entry))}"
+                f"{moment} must be a moment of shape {tuple(self.p.shape)} in {wanted!r}, "
+                f"block_size={self.block_size}, got {_signature(slot.tensors(self.entry))}"
             )
         return found
+
+    def _other_shape(self, slot: SlotPlan) -> tuple[int, ...] | None:
+        """The shape of a saved moment that some storage would have written for a parameter of another shape."""
+        saved = slot.tensors(self.entry)
+        # The shape of these words is the moment's; pairs of codes are flat and fit no storage.
+        word = next((key for key in ("", "hi", "codes") if isinstance(saved.get(key), Tensor)), None)
+        if word is None or saved[word].shape == self.p.shape:
+            return None
+        other = torch.empty(saved[word].shape, dtype=self.p.dtype, device="meta")
+        for one in map(state_storage, state_storages()):
+            for beside in (False, True):
+                storage = one.for_slot(slot.slot.signed, beside)
+                if _signature(saved) == _signature(storage.init(other, slot.slot.signed, self.block_size)):
+                    return tuple(other.shape)
+        return None
 
     @functools.cached_property
     def _storages(self) -> Mapping[str, StateStorage | None]:

@@ -55,6 +55,12 @@ class Bill:
         return sum(choice.chosen.loss for choice in self.choices)
 
     @property
+    def over(self) -> str:
+        """What is wrong if the loss is over the tolerance, in words; empty if it is within, or there is none."""
+        most = self.facts.get("tolerance")
+        return "" if most is None or not _is_over(self.loss, most) else against(self.loss, most)
+
+    @property
     def noise(self) -> float:
         """The noise of all parameters together."""
         squares = sum(choice.elements * choice.chosen.noise**2 for choice in self.choices)
@@ -87,6 +93,16 @@ class Bill:
         if self.layers:
             lines += ["", _table(_COMPUTED, [_computed_row(layer) for layer in self.layers], width)]
         return "\n".join(lines)
+
+
+def against(loss: float, tolerance: float) -> str:
+    """An estimated loss beside the tolerance, in words."""
+    where = ": over" if _is_over(loss, tolerance) else ", within"
+    return f"change of the loss estimated {_loss(loss)}{where} the tolerance of {tolerance:g}"
+
+
+def _is_over(loss: float, tolerance: float) -> bool:
+    return loss > tolerance and float(_loss(loss)) > tolerance  # as it is shown
 
 
 _KEPT = ("parameters", "elements", "weights, moments", "bytes", "loss", "noise")

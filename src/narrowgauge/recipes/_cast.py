@@ -11,6 +11,7 @@ float argument. Two hooks do that, so it holds for torch's norms on every device
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -73,6 +74,24 @@ def check_cast(model: nn.Module, dtype: torch.dtype, keep: Iterable[int] = ()) -
         raise ValueError(
             f"model must have {dtype} before fully_shard, got {other[0].dtype}: cast its parameters, shard it, "
             "then apply the recipe"
+        )
+
+
+def warn_of_statistics(model: nn.Module) -> None:
+    """Warn, once, of running statistics that are in less than float32 already."""
+    found = {
+        name: module.running_var.dtype
+        for name, module in model.named_modules()
+        if isinstance(module, _NormBase) and isinstance(module.running_var, Tensor)
+        and module.running_var.itemsize < torch.float32.itemsize
+    }  # fmt: skip
+    if found:
+        name, dtype = next(iter(found.items()))
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        warnings.warn(
+            f"model: the running statistics of {name!r}{more} are in {dtype}, which loses small changes to them; "
+            "make the model in float32 and let apply cast it",
+            stacklevel=3,
         )
 
 

@@ -41,7 +41,8 @@ class FittedRecipe(Recipe):
         choices: of parameters; each parameter of the model is in one. If several name it, the first counts.
         layers: of linear layers; those that no choice names compute in the recipe's dtype.
         facts: what it was fitted for, as plain values: ``parameters``, ``lr``, ``steps``, ``schedule``,
-            ``final_lr``, ``limit`` (such as ``"6.5 bytes a parameter"``), ``noise``, ``bytes``, ``tolerance``, ...
+            ``final_lr``, ``limit`` (such as ``"at most 6.5 bytes a parameter"``), ``noise``, ``bytes``,
+            ``tolerance``, ...
 
     Raises:
         ValueError: without choices, and for a storage that does not exist or does not go with dtype or optimizer.

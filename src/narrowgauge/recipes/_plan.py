@@ -23,6 +23,7 @@ from narrowgauge.linear import LinearPlan
 from narrowgauge.linear._plan import named_plan
 from narrowgauge.linear._quantize import FORMATS, Format
 from narrowgauge.recipes._book import get
+from narrowgauge.recipes._fitted import FittedRecipe
 from narrowgauge.recipes._losses import Example, Loss, Step, step_of
 from narrowgauge.recipes._parallel import MOST, OFFLOADS, PARALLEL, Offload, Parallel, Planner, bytes_each
 from narrowgauge.recipes._recipe import Recipe
@@ -266,6 +267,11 @@ def _plan_one(
     if linear is not None and recipe.plans_layers:
         refused = f"linear must be None with recipe {recipe.name!r}, which has plans of layers"
         raise ValueError(f"{refused}, got {linear.title}")
+    if isinstance(recipe, FittedRecipe) and is_integer(model_or_config):
+        raise ValueError(
+            f"recipe must be one for any model with a number of parameters, got {recipe.name!r}, which was fitted "
+            "to the parameters of one model: give that model"
+        )
     memory = None if device_memory is None else parse_bytes("device_memory", device_memory)
     device, host = bytes_each(recipe, gpus, parallel, offload)
     common: dict[str, Any] = {

@@ -25,7 +25,7 @@ from narrowgauge.optim import AdamW, NarrowOptimizer
 from narrowgauge.optim._changes import KEPT
 from narrowgauge.optim._groups import parted
 from narrowgauge.optim._plan import slot_storages
-from narrowgauge.recipes._cast import cast, check_cast, compute_in_fp32, kept_layers
+from narrowgauge.recipes._cast import cast, check_cast, compute_in_fp32, kept_layers, warn_of_statistics
 from narrowgauge.storage import weight_storage
 
 Made = TypeVar("Made")
@@ -204,7 +204,8 @@ class Recipe:
         """Cast the model in place and make its optimizer.
 
         Parameters are cast. Buffers keep their precision (running statistics, tables of positions), and so do the
-        parameters of batch norms beside their statistics.
+        parameters of batch norms beside their statistics. A warning names running statistics that are narrow
+        already.
 
         Args:
             model: the model, with its parameters where they will be trained.
@@ -235,9 +236,12 @@ class Recipe:
             self.check_arguments(lr, **optimizer_arguments)
         wide = [p for own in kept.values() for p in own]
         check_cast(model, self.dtype, wide)
+        narrow = self.dtype.itemsize < torch.float32.itemsize  # a wide recipe widens statistics too
+        if narrow:
+            warn_of_statistics(model)
         self.swap_layers(model)
         cast(model, self.dtype, wide)
-        if self.dtype.itemsize < torch.float32.itemsize:
+        if narrow:
             compute_in_fp32(kept)
         return self._make(around, self._stored(groups), self.weights, self.states, options)
 

@@ -27,7 +27,7 @@ from ._export import export_model
 from ._flops import peak_flops
 from ._loop import Clock, determinism, fast_products, training_loop
 from ._parallel import ProcessGroup, full_state
-from ._run_folder import GAUGES, Checkpointer, History, begin, find_checkpoint, make_folder
+from ._run_folder import GAUGES, Checkpointer, History, begin, find_checkpoint, locked, make_folder
 from ._settings import SettingsError, TrainSettings, refuse_unlike
 from ._task import HeldOut, Step, Task, divided
 
@@ -103,6 +103,14 @@ def fit(
     refuse_unlike(group.all(settings.plain()))
     progress = progress if group.first else NullProgress()
     make_folder(settings.out)
+    with locked(settings.out, group):
+        return _fit(settings, device, progress, stop, group)
+
+
+def _fit(
+    settings: TrainSettings, device: torch.device, progress: Progress, stop: Callable[[], bool], group: ProcessGroup
+) -> Outcome:
+    """Train in a folder that no other run writes into."""
     checkpoint = find_checkpoint(settings, progress.say)
     opened = group.first_then_others(lambda: open_task(settings, progress.stage))
     for rank, other in enumerate(data := group.all(opened.fingerprint)):
@@ -134,7 +142,9 @@ def fit(
         for change in checkpointer.changes:
             progress.say(change)
     if group.first:
-        begin(settings, step, checkpointer.changes)
+        kept = begin(settings, checkpoint, checkpointer.changes)
+        if kept:
+            progress.say(f"kept of an earlier run: {', '.join(map(str, kept))}")
     training = Training(settings, parts, opened.task, checkpointer, progress, group)
     with determinism(settings.deterministic), warnings.catch_warnings():
         # CLIP's logits are views; nothing here writes to them.

@@ -3,6 +3,7 @@
     DIR/
       config.toml, history.jsonl, gauges.jsonl
       recipe.toml                           of a fitted recipe
+      .lock                                 held by the run that writes here
       checkpoints/                          see `narrowgauge.distributed.save_checkpoint`
       config.json, model.safetensors, ...   at the end: the model as transformers has it
 
@@ -22,20 +23,24 @@ A resumed run removes the records after its checkpoint and takes those steps aga
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import platform
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from narrowgauge import recipes
-from narrowgauge.distributed import latest_checkpoint, load_checkpoint, save_checkpoint
+from narrowgauge.distributed import DamagedCheckpointError, latest_checkpoint, load_checkpoint, save_checkpoint
 from narrowgauge.recipes import Adapt, FittedRecipe
 
 from ._build import Parts
+from ._earlier import set_aside
+from ._parallel import ProcessGroup
 from ._settings import (
     SettingsError,
     TrainSettings,
@@ -52,6 +57,7 @@ HISTORY = "history.jsonl"
 CONFIG = "config.toml"
 RECIPE = "recipe.toml"
 CHECKPOINTS = "checkpoints"
+LOCK = ".lock"
 
 
 def find_checkpoint(settings: TrainSettings, say: Callable[[str], None]) -> Path | None:
@@ -65,7 +71,13 @@ def find_checkpoint(settings: TrainSettings, say: Callable[[str], None]) -> Path
     if settings.resume == "auto":
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            found = latest_checkpoint(folder)
+            try:
+                found = latest_checkpoint(folder)
+            except DamagedCheckpointError as error:
+                raise DamagedCheckpointError(
+                    f"{str(error).removeprefix('latest_checkpoint: ')}; to begin anew take another --out, or move "
+                    f"{folder} away"
+                ) from error
         for warning in caught:
             say(str(warning.message))
         return found
@@ -89,19 +101,67 @@ def make_folder(out: Path) -> None:
         raise SettingsError(f"--out must be a folder to write into, got {out}: {error.strerror}") from None
 
 
-def begin(settings: TrainSettings, after: int, changes: Sequence[str]) -> None:
-    """Write a run's settings into its folder, and remove the records of an attempt without a checkpoint.
+@contextlib.contextmanager
+def locked(out: Path, group: ProcessGroup) -> Iterator[None]:
+    """Hold the lock of a run's folder, in the first process; a SettingsError in all if another run holds it.
+
+    The lock is the kernel's (`flock`): it ends with the process that holds it, however that ends. Where the file
+    system has no locks, the run goes on without.
+    """
+    lock, holder = _take(out / LOCK) if group.first else (None, "")
+    try:
+        holder = group.all(holder)[0]
+        if holder:
+            raise SettingsError(
+                f"--out must be a folder that no other run writes into, got {out}, which {holder} writes into"
+            )
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _take(path: Path) -> tuple[int | None, str]:
+    """Take the lock on a file: its descriptor, None where there is none; and which process holds it already."""
+    try:
+        import fcntl  # not on Windows
+
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except (ImportError, OSError):
+        return None, ""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} on {platform.node()}".encode(), 0)
+    except BlockingIOError:
+        holder = os.pread(lock, 200, 0).decode(errors="replace") or "another process"
+        os.close(lock)
+        return None, holder
+    except OSError:  # no locks, or a full disk
+        pass
+    return lock, ""
+
+
+def begin(settings: TrainSettings, checkpoint: Path | None, changes: Sequence[str]) -> list[Path]:
+    """Write a run's settings into its folder. Records of another run there are renamed, with their settings.
 
     A fitted recipe is copied, and the settings name the copy. `changes` are those of a `Checkpointer`.
+
+    Returns:
+        Where the files of the other run are now.
     """
-    if after == 0:
-        for name in (GAUGES, HISTORY):
-            (settings.out / name).unlink(missing_ok=True)
+    kept: list[Path] = []
+    goes_on = checkpoint is not None and checkpoint.parent.resolve() == (settings.out / CHECKPOINTS).resolve()
+    fitted = isinstance(settings.chosen, FittedRecipe)
+    written = [path for name in (HISTORY, GAUGES) if (path := settings.out / name).exists() and path.stat().st_size]
+    if written and not goes_on:
+        kept = set_aside(settings.out, [*(path.name for path in written), CONFIG, *[RECIPE] * fitted])
     if isinstance(settings.chosen, FittedRecipe):
         settings = replace(settings, recipe=str(settings.chosen.save(settings.out / RECIPE)))
     aside = settings.out / f".{CONFIG}.new"
     aside.write_text(config_text(settings, changes), encoding="utf-8")
     aside.replace(settings.out / CONFIG)
+    return kept
 
 
 @dataclass(frozen=True, eq=False)

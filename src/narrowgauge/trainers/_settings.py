@@ -11,6 +11,7 @@ which is TOML, as in the `config.toml` of a run's folder::
 
 from __future__ import annotations
 
+import difflib
 import functools
 import hashlib
 import json
@@ -391,11 +392,16 @@ def config_values(path: Path) -> dict[str, Any]:
         raise SettingsError(f"--config: {path}: {getattr(error, 'strerror', None) or error}") from None
     known = {flag(f.name)[2:]: f for f in fields(TrainSettings)}
     found: dict[str, Any] = {}
-    for key, value in values.items():
+    for typed, value in values.items():
+        key = typed.replace("_", "-")
         if key in _REMOVED:
             continue
         if key not in known:
-            raise SettingsError(f"--config: {path}: a key must be one of {', '.join(known)}, got {key!r}")
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"; the nearest is {near[0]!r}" if near else ""
+            raise SettingsError(f"--config: {path}: a key must be one of {', '.join(known)}, got {typed!r}{hint}")
+        if known[key].name in found:
+            raise SettingsError(f"--config: {path}: {key} must be given once, got it as {typed!r} too")
         kind = str(known[key].type).split(" | ")[0]
         good = {"int": int, "float": int | float, "bool": bool}.get(kind, str)
         if not isinstance(value, good) or (isinstance(value, bool) and kind != "bool"):

@@ -89,8 +89,10 @@ def summary(recipe: FittedRecipe) -> str:
     text = (
         f"Training this model takes {bill.bytes:.2f} bytes a parameter, where fp32 master weights and moments "
         f"({MIXED}) take {whole:.2f} and {NARROW} takes {eight:.2f}; rounding is estimated to move the "
-        f"loss at the end by at most {nats(bill.loss)} nats"
+        f"loss at the end by {nats(bill.loss)} nats, up or down"
     )
+    if bill.over:
+        text += f", which is over the tolerance of {nats(bill.facts['tolerance'])}"
     limit = recipe.facts.get("limit")
     return f"{text}." if limit is None else f"{text}. The limit: {limit}."
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from narrowgauge.cli._files import UsageError
+from narrowgauge.cli._files import UsageError, writing
 from narrowgauge.cli._options import ReportOptions
 from narrowgauge.cli._report._compare_page import write_report
 from narrowgauge.cli._report._run_page import write_run_report
@@ -29,11 +29,14 @@ def report(options: ReportOptions) -> int:
     run = options.runs[0]
     if (results := results_file(run)) is not None:
         out = _page_path(options, results.with_name(REPORT), [results])
-        write_report(read_results(results), out)
+        found = read_results(results)
+        with writing("--out", out):
+            write_report(found, out)
     else:
         path, records = _read(run)
         out = _page_path(options, path.with_suffix(".html"), [path])
-        write_run_report(records, out, str(run))
+        with writing("--out", out):
+            write_run_report(records, out, str(run))
         _say_damage(records)
     print(out)
     return 0
@@ -55,7 +58,8 @@ def _report_several(options: ReportOptions) -> int:
             raise UsageError(f"RUN must name each run once, got {str(run)!r} twice")
         found |= new
     out = _page_path(options, Path(SEVERAL), files)
-    write_runs_report(found, out)
+    with writing("--out", out):
+        write_runs_report(found, out)
     print(out)
     return 0
 
@@ -84,9 +88,10 @@ def _say_damage(records: Records, where: str = "") -> None:
 def _page_path(options: ReportOptions, default: Path, files: list[Path]) -> Path:
     """Where the page goes; a UsageError if that is one of the files that are read."""
     out = options.out or default
-    if out.is_dir():
-        out = out / default.name
+    with writing("--out", out):
+        if out.is_dir():
+            out = out / default.name
+        out.parent.mkdir(parents=True, exist_ok=True)
     if out.absolute() in [file.absolute() for file in files]:
         raise UsageError(f"--out must not be the file of records, got {str(out)!r}")
-    out.parent.mkdir(parents=True, exist_ok=True)
     return out

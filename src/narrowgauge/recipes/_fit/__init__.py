@@ -27,11 +27,11 @@ from narrowgauge.recipes._choices import TOLERANCE, LayerChoice
 from narrowgauge.recipes._fitted import FittedRecipe
 from narrowgauge.recipes._recipe import Recipe
 
-from ._choose import Chosen, TooFewBytesError, for_bytes
+from ._choose import Chosen, TooFewBytesError, for_bytes, free_of
 from ._layers import fit_layers
 from ._multiplies import LayerRecords
 from ._probe import Progress, probe
-from ._replay import Replay
+from ._replay import FEWEST_STEPS, Replay
 from ._storages import WEIGHTS, Measured
 
 _FORMATS = {"none": (), "int8": ("int8",), "e4m3": ("e4m3",), "auto": ("int8", "e4m3")}
@@ -77,7 +77,7 @@ def fit(
         batches: ``batches()`` gives the batches of an epoch, as `narrowgauge.compare` takes them.
         loss: ``loss(model, batch)`` gives a tensor of one element. The model is in `dtype`.
         lr: the learning rate of the planned run, at its highest.
-        steps: of the planned run.
+        steps: of the planned run; 4 at least, because it is measured by its quarters.
         memory: of the GPU that will train, such as ``"24GB"``: the peak that `plan_memory` gives must fit.
         bytes_per_parameter: how many bytes weight, gradient and states may take together.
         tolerance: how far rounding may move the loss at the end of the run, in nats. 0.002 if none of `memory`,
@@ -92,7 +92,8 @@ def fit(
         accumulate: batches a step; above 1 a batch is a micro-batch.
         batch, sequence: of the planned run, for `memory`. If None, the number of examples in the first batch, and
             as many tokens as the model has positions for.
-        plan: other arguments of `plan_memory`, for `memory`: ``loss``, ``checkpointing``, ``gpus``, ...
+        plan: other arguments of `plan_memory`, for `memory`: ``loss`` (of model, batch and sequence, which a model
+            of your own needs), ``checkpointing``, ``gpus``, ...
         seconds: about how long probe and replays may take.
         seed: of the replays, and of the optimizer.
         progress: called with the name of the current stage, and the share of that stage that is done.
@@ -105,7 +106,8 @@ def fit(
     Raises:
         ValueError: for bytes or memory that nothing fits, with the least that would do; for a loss that is not
             finite; for batches that are all the same; for an optimizer whose rule is not elementwise.
-        TypeError: for `batches` that cannot be called, and for arguments that the optimizer does not have.
+        TypeError: for `batches` that cannot be called, for an optimizer that is no class of `narrowgauge.optim`,
+            and for arguments that it does not have.
     """
     limits = {"memory": memory, "bytes_per_parameter": bytes_per_parameter, "tolerance": tolerance}
     given = [name for name, value in limits.items() if value is not None]
@@ -121,16 +123,22 @@ def fit(
         )
     if "keep_fp32" in options:
         raise ValueError(f"keep_fp32 must be left out: fit measures weights in dtype, got {options['keep_fp32']!r}")
+    if not (isinstance(optimizer, type) and issubclass(optimizer, NarrowOptimizer)):
+        raise TypeError(f"optimizer must be a class of narrowgauge.optim, got {shown(optimizer)}")
     check("steps", steps, Size)
+    if steps < FEWEST_STEPS:
+        raise ValueError(f"steps must be at least {FEWEST_STEPS}: a run is measured by its quarters, got {steps}")
     check("accumulate", accumulate, Size)
     check("warmup", warmup, Count)
     check_choice("schedule", schedule, SCHEDULES)
     check_choice("linear", linear, tuple(_FORMATS))
     check_choice("dtype", dtype, tuple(WEIGHTS))
-    taken = Recipe("fitted", "", dtype, optimizer=optimizer).takes
+    bare = Recipe("fitted", "", dtype, optimizer=optimizer)
     for name in options:
-        if name not in ("decay_all", "no_decay") and not taken(name):
+        if name not in ("decay_all", "no_decay") and not bare.takes(name):
             raise TypeError(f"fit() must get arguments of its own or of {optimizer.__name__}, got {name!r}")
+    if memory is not None:
+        _check_plan(model, bare, {"batch": batch or 1, "sequence": sequence, **(plan or {})})
     begun = time.perf_counter()
     records: list[LayerRecords] = []
 
@@ -156,7 +164,9 @@ def fit(
             records[0], {sample.name: sample.noise_to_signal for sample in found.samples},
             formats=_FORMATS[linear], tolerance=_OF_LAYERS, timed=linear == "auto",
         )  # fmt: skip
-    measured = Measured(replay, found.samples, dtype, int(options.get("block_size", 256)))
+    most, has_room = tolerance or TOLERANCE, bytes_per_parameter is not None or memory is not None
+    free = 0.0 if has_room else free_of(most)
+    measured = Measured(replay, found.samples, dtype, int(options.get("block_size", 256)), free)
     measured.play(seconds - (time.perf_counter() - begun), progress)
     facts = {
         "model": type(model).__name__, "parameters": sum(sample.elements for sample in found.samples), "lr": lr,
@@ -164,7 +174,8 @@ def fit(
         "probe_steps": len(found.losses), "replay_steps": replay.steps,
     }  # fmt: skip
     if bytes_per_parameter is not None:
-        chosen, limit = _for_bytes(measured, bytes_per_parameter), f"{bytes_per_parameter:g} bytes a parameter"
+        chosen = _for_bytes(measured, bytes_per_parameter)
+        limit = f"at most {bytes_per_parameter:g} bytes a parameter"
     elif memory is not None:
         asked = {
             "batch": batch or found.examples,
@@ -174,10 +185,25 @@ def fit(
         }
         chosen, limit = _for_memory(measured, model, memory, asked, facts), f"{memory} of memory"
     else:
-        facts["tolerance"] = most = tolerance or TOLERANCE
-        chosen, limit = measured.within(most), f"the loss moves by at most {most:g}"
+        facts["tolerance"] = most
+        chosen, limit = measured.within(most), f"a tolerance of {most:g} nats"
     made = measured.recipe(chosen, {**facts, "limit": limit}, next(model.parameters()).device, progress)
     return replace(made, layers=layers)
+
+
+def _check_plan(model: nn.Module, recipe: Recipe, plan: Mapping[str, Any]) -> None:
+    """Plan once before the measurement, so that what no plan can be made of is refused at once."""
+    from narrowgauge.recipes._plan import plan_memory
+
+    try:
+        plan_memory(model, recipe, **plan)
+    except ValueError as error:
+        if "loss" in plan or not str(error).startswith("loss must"):
+            raise
+        raise ValueError(
+            f"memory needs plan={{'loss': ...}} for a {type(model).__name__}: a function of model, batch and "
+            "sequence that makes its own inputs on the meta device, as plan_memory takes it"
+        ) from None
 
 
 def _for_bytes(measured: Measured, each: float) -> Chosen:

@@ -6,9 +6,11 @@ every narrower one.
 
 One price λ, in nats a byte, holds for all groups: each takes the pair with the least loss + λ·bytes. A tolerance is
 met with the highest λ at which the loss keeps within it, a number of bytes with the lowest λ at which the bytes do.
-What the limit still leaves is used by changing single groups, the best exchange of loss for bytes first. `FREE` is
-too little loss to be measured in a training, so a smaller loss counts as `FREE`; a group's part of it is its share
-of the elements.
+What the limit still leaves is used by changing single groups, the best exchange of loss for bytes first.
+
+With a tolerance no bytes are spent on a loss that is too little to be measured in a training: one below `FREE`, or
+below a twentieth of a smaller tolerance, counts as that much. A group's part of it is its share of the elements.
+With a limit of bytes or memory every loss counts, because bytes within the limit are there to be used.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import numpy as np
 
 from narrowgauge.recipes._choices import Kept
 
-FREE = 1e-4  # nats, of a whole model
+FREE, _FREE_SHARE = 1e-4, 0.05  # nats, of a whole model; at most this share of a tolerance
 _FAR, _NOISE = 4.0, 0.01
 _LESS = 0.9
 _NEVER = 1e6  # a loss that is not finite
@@ -60,6 +62,11 @@ class Candidates:
     def bytes(self, place: int) -> float:
         """The bytes that all parameters of the group take in a way."""
         return self.elements * self.frontier[place].bytes
+
+
+def free_of(tolerance: float) -> float:
+    """The loss of a whole model that counts as none where a tolerance is the limit."""
+    return min(FREE, _FREE_SHARE * tolerance)
 
 
 def frontier(options: Sequence[Kept], free: float = 0.0) -> tuple[Kept, ...]:

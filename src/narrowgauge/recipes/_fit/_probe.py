@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge._arguments import shown
 from narrowgauge._batches import examples, moved, tensors
 from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.recipes._cast import cast
@@ -173,7 +174,7 @@ def probe(
         progress: called with the name of the stage, and the share of it that is done.
 
     Raises:
-        ValueError: for batches that are all the same, and a loss that is not finite.
+        ValueError: for batches that are all the same, and a loss that is not finite or has no gradients.
     """
     begun = time.perf_counter()
     model = copy.deepcopy(model).train()
@@ -244,7 +245,13 @@ def _gradients(
     """Compute the gradients of a step, and return its loss."""
     total: Tensor | None = None
     for _ in range(accumulate):
-        found = loss(model, next(stream)) / accumulate
+        given = loss(model, next(stream))
+        if not isinstance(given, Tensor) or given.numel() != 1 or not given.requires_grad:
+            without = " without a graph" if isinstance(given, Tensor) and not given.requires_grad else ""
+            raise ValueError(
+                f"loss must return a tensor of one element with a graph of gradients, got {shown(given)}{without}"
+            )
+        found = given / accumulate
         torch.autograd.backward(found)
         total = found.detach() if total is None else total + found.detach()
     assert total is not None

@@ -56,6 +56,7 @@ from ._probe import Sample
 
 States = str | Mapping[str, str]
 _LEAST_STEPS, _MOST_STEPS = 200, 2000
+FEWEST_STEPS = 4  # of a run, one for each quarter
 _DRIFT = 0.1  # of the noise N²; a smaller drift of the reference counts as none
 # Lost descent that was measured, over the first-order estimate: 0.25 to 0.3 (docs/decisions/precision-by-loss.md).
 SHRINKS = 0.25

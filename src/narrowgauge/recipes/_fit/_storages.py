@@ -13,6 +13,7 @@ import torch
 from narrowgauge._text import alike as like_names
 from narrowgauge._text import patterns
 from narrowgauge.optim._plan import slot_storages
+from narrowgauge.recipes._bill import against
 from narrowgauge.recipes._choices import Choice, Kept
 from narrowgauge.recipes._fitted import FittedRecipe
 from narrowgauge.storage import weight_storage
@@ -44,14 +45,19 @@ _NEARLY = 1.05  # of the tolerance: a choice that is played together may cost so
 class Measured:
     """What every storage costs every parameter, and the choice among them.
 
+    Args:
+        free: the loss of the whole model that counts as none.
+
     Attributes:
         groups: of like parameters, with their frontiers.
         ways: the storages of weights and moments that were played.
         costs: by the name of a parameter, the cost of each way.
     """
 
-    def __init__(self, replay: Replay, samples: Sequence[Sample], dtype: torch.dtype, block_size: int) -> None:
-        self._replay, self._dtype, self._block = replay, dtype, block_size
+    def __init__(
+        self, replay: Replay, samples: Sequence[Sample], dtype: torch.dtype, block_size: int, free: float = FREE
+    ) -> None:
+        self._replay, self._dtype, self._block, self._free = replay, dtype, block_size, free
         self._samples = {sample.name: sample for sample in samples}
         self._lost: Mapping[str, tuple[float, float]] = {}
         self.groups: list[Candidates] = []
@@ -98,7 +104,7 @@ class Measured:
             for states, of_moments in of_states
             if _NEVER_CHOSEN not in states.values()
         ]
-        free = FREE * elements / sum(sample.elements for sample in self._samples.values())
+        free = self._free * elements / sum(sample.elements for sample in self._samples.values())
         return Candidates(names, elements, frontier(options, free), free)
 
     def _kept(self, names: Sequence[str], weight: str, states: Mapping[str, str], cost: Cost) -> Kept:
@@ -185,6 +191,8 @@ class Measured:
             )
         noise = total_noise([(choice.elements, choice.chosen.noise) for choice in choices])
         loss = sum(choice.chosen.loss for choice in choices)
+        if (most := facts.get("tolerance")) is not None:
+            made = replace(made, title=f"fitted to {facts['parameters']:,} parameters: {against(loss, most)}")
         return replace(made, choices=tuple(choices), facts={**made.facts, "noise": noise, "loss": loss})
 
     def _names(self, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -225,7 +233,7 @@ class Measured:
 
 
 def _nats(loss: float) -> str:
-    return "nothing" if loss <= 1e-6 else f"{loss:.6f}".rstrip("0").rstrip(".")
+    return "less than 0.000001" if loss < 1e-6 else f"{loss:.6f}".rstrip("0").rstrip(".")
 
 
 def _mean_pair(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
