@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,9 @@ def run(folder: Path, rank: int, world: int, steps: int, die_at: int = 0, store:
 
     try:
         if world > 1:
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+            # gloo does not always see that the other process was killed.
+            patience = timedelta(seconds=20)
+            dist.init_process_group("gloo", patience, rank=rank, world_size=world, init_method=f"file://{store}")
         net, optimizer = made(KIND)
         model = DistributedDataParallel(net) if world > 1 else net
         path, step = latest_checkpoint(folder / "run"), 0
