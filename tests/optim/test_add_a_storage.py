@@ -14,7 +14,7 @@ from torch import Tensor
 
 from codec_functions import codec_source
 from narrowgauge import optim
-from narrowgauge.kernels._c_library import load
+from narrowgauge.kernels._c_library import Unavailable, load
 from narrowgauge.kernels._codec import text_of
 from narrowgauge.storage import StateContext, StateStorage, _states, state_storage
 
@@ -64,6 +64,14 @@ def test_its_c_is_its_torch(storage: StateStorage, size: int) -> None:
     for name, tensor in wanted.items():
         assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
     assert torch.equal(values.view(torch.int32), storage.decode(wanted, context).view(torch.int32))
+
+
+def test_c_that_takes_its_words_in_another_order_is_refused(storage: StateStorage) -> None:
+    """It would write codes over scales, and beyond them."""
+    codec = storage.codec(signed=True)
+    assert codec is not None
+    with pytest.raises(Unavailable, match="incompatible pointer type"):
+        load(codec_source(replace(codec, words=codec.words[::-1]), 64))
 
 
 @pytest.mark.parametrize("second", ["fp32", "log8"])

@@ -210,6 +210,18 @@ def test_autograd_notices() -> None:
         loss.backward()
 
 
+def test_describe_says_what_eager_torch_steps_and_why() -> None:
+    p = torch.nn.Parameter(torch.ones(40, 30))
+    optimizer = optim.AdamW([p], states="8bit", min_quantized_size=0)
+    p.grad = torch.nn.Parameter(torch.ones(40, 30))
+    optimizer.step()
+    assert optimizer.describe().rows[0].path == "fused C, fp32"
+    optimizer.state[p]["skipped"] = optimizer.state[p]["skipped"].to(torch.int32)
+    optimizer.step()
+    (row,) = optimizer.describe().rows
+    assert (row.path, row.why) == ("eager torch, fp32", "not fused: the state is not what was planned")
+
+
 def test_what_is_not_contiguous_is_stepped_all_the_same() -> None:
     """A gradient that is not contiguous: it is copied, and the result is the same."""
     found = []

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from narrowgauge import optim
-from narrowgauge.optim._c_backend import CKernel, fits, kernel_of
+from narrowgauge.optim._c_backend import CKernel, kernel_of, why_not
 from narrowgauge.optim._optimizer import NarrowOptimizer
 from narrowgauge.optim._plan import ParamStep
 
@@ -126,7 +126,7 @@ def test_what_has_another_size_is_not_given_to_c(what: str, size: int) -> None:
     kernel = kernel_of(plan, group, p.dtype, False)
     assert isinstance(kernel, CKernel)
     assert p.grad is not None
-    assert fits(kernel, ParamStep(0, plan, group, p, p.grad, state))
+    assert why_not(kernel, ParamStep(0, plan, group, p, p.grad, state)) is None
     if what == "p":
         p.data = torch.ones(size, dtype=p.dtype)
         p.grad = torch.ones_like(p)
@@ -134,7 +134,7 @@ def test_what_has_another_size_is_not_given_to_c(what: str, size: int) -> None:
         key = plan.weight_key if what == "low" else what
         assert key is not None
         state[key] = torch.zeros(size, dtype=state[key].dtype)
-    assert not fits(kernel, ParamStep(0, plan, group, p, p.grad, state))
+    assert why_not(kernel, ParamStep(0, plan, group, p, p.grad, state)) == "the state is not what was planned"
 
 
 @pytest.fixture

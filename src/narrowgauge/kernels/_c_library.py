@@ -34,7 +34,7 @@ _FLAGS = (
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",
-    "-w",
+    "-Werror=incompatible-pointer-types",
 )
 _PATIENCE = 120  # seconds
 _ELEMENTS_FOR_THREADS = 1 << 17  # below, one thread is faster

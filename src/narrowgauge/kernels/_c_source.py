@@ -37,6 +37,11 @@ FLOATS = {
     torch.bfloat16: ("u16", "bfloat16"),
     torch.float16: ("_Float16", "float16"),
 }
+# What the words of codecs are in C: a function that takes another pointer is refused by the compiler.
+_WORDS = {
+    "fp32": "float", "bf16": "u16", "fp16": "_Float16", "int32": "i32", "int16": "int16_t", "int8": "int8_t",
+    "uint8": "u8",
+}  # fmt: skip
 # The columns of a row before its addresses, as `list.h` has them.
 COLUMNS = ("numel", "first", "counter", "skipped", "seed", "stream", "origin", "numbers", "scale", "largest")
 
@@ -305,7 +310,11 @@ def source(part: str | Path) -> str:
 
 def part_of(word: Word, block: str) -> str:
     """The address in C of the part of a block that begins at element o, from the block's address."""
-    return f"(void *)({block} + o * {word.bits} / 8)" if word.bits else f"(void *)({block})"
+    return f"({_WORDS[word.kind]} *)({block} + o * {word.bits} / 8)" if word.bits else _whole(word, block)
+
+
+def _whole(word: Word, block: str) -> str:
+    return f"({_WORDS[word.kind]} *)({block})"
 
 
 def decode(codec: Codec, blocks: Sequence[str], x: str, normalizer: str, tables: Sequence[str]) -> str:
@@ -339,7 +348,7 @@ def encode(codec: Codec, blocks: Sequence[str], x: str, random: str, normalizer:
     """
     places, unpacked, packing = [], [], []
     for k, (word, block) in enumerate(zip(codec.words, blocks, strict=True)):
-        place = f"(void *)({block})" if codec.blockwise else part_of(word, block)
+        place = _whole(word, block) if codec.blockwise else part_of(word, block)
         if word.packed:
             unpacked.append(f"u8 codes{k}[BLOCK];")
             packing.append(f"pack(codes{k}, {place}, BLOCK);")

@@ -86,48 +86,62 @@ def kernel_of(plan: ParamPlan, group: Mapping[str, Any], grad_dtype: torch.dtype
 
 def unsupported(plan: ParamPlan, param: Tensor, group: Mapping[str, Any]) -> str | None:
     """Why a parameter is not stepped in C, whatever its gradient and state; None if it is."""
-    if not _is_known(param):
-        return "not whole and contiguous" if isinstance(param, Float8Weight) else f"a {type(param).__name__}"
     kernel = kernel_of(plan, group, plan.dtype, False)
-    return kernel if isinstance(kernel, str) else None
+    return _unknown(param) or (kernel if isinstance(kernel, str) else None)
 
 
-def _is_known(p: Tensor) -> bool:
-    """Whether a parameter is of a class whose memory C may use."""
-    return type(p) in PLAIN or (isinstance(p, Float8Weight) and p.is_whole)
+def _unknown(p: Tensor) -> str | None:
+    """What class a parameter is of, if C must not use its memory."""
+    if isinstance(p, Float8Weight):
+        return None if p.is_whole else "not whole and contiguous"
+    return None if type(p) in PLAIN else f"a {type(p).__name__}"
 
 
-def fits(kernel: CKernel, step: ParamStep) -> bool:
-    """Whether gradient and state are as a kernel expects them: C trusts the addresses it is given."""
-    grad, state = step.grad, step.state
-    if not _is_known(step.param) or type(grad) is not Tensor or grad.shape != step.param.shape:
-        return False
-    if state["step"].dtype != torch.float32 or state["skipped"].dtype != torch.int64:
-        return False
-    tensors = step.tensors()
-    if not all(x.is_contiguous() and x.is_cpu and not x.is_neg() for x in (*tensors, state["step"])):
-        return False
-    return [x.nbytes for x in tensors] == kernel.step.nbytes(step.param.numel())
+def why_not(kernel: CKernel | str, step: ParamStep) -> str | None:
+    """Why C does not take a step, or None if it does: C trusts the addresses it is given."""
+    if isinstance(kernel, str):
+        return kernel
+    if (why := _unknown(step.param)) is not None:
+        return why
+    state, tensors = step.state, step.tensors()
+    if type(step.grad) not in PLAIN:
+        return "a tensor is of a class of its own"
+    if not all(x.is_cpu for x in tensors):
+        return "a tensor is on another device"
+    if not all(x.is_contiguous() and not x.is_neg() for x in (*tensors, state["step"])):
+        return "a tensor is not contiguous"
+    counters = state["step"].dtype, state["skipped"].dtype
+    fitting = [x.nbytes for x in tensors] == kernel.step.nbytes(step.param.numel())
+    if step.grad.shape != step.param.shape or counters != (torch.float32, torch.int64) or not fitting:
+        return "the state is not what was planned"
+    return None
 
 
 class CSteps:
-    """A `StepList`: the steps of parameters on a CPU. `steps` are those of the list that have a kernel."""
+    """A `StepList`: the steps of parameters on a CPU. `steps` are those of the list that have a kernel.
+
+    `left` has, by position in the list, why a step has none.
+    """
 
     reads_steps = True
 
     def __init__(self, steps: Sequence[ParamStep], scaled: bool, measured: bool) -> None:
         self._measured = measured
         self.steps: list[ParamStep] = []
+        self.left: dict[int, str] = {}
         self.watched = self.steps  # one that was left stays left until something else changes
         tables: dict[Any, list[ParamStep]] = {}
         known: dict[tuple[Any, ...], CKernel | str] = {}
-        for step in steps:
+        for position, step in enumerate(steps):
             plan, group = step.plan, step.group
             key = id(plan.rule), plan.weight, plan.slots, plan.dtype, step.grad.dtype, id(group)
             if key not in known:
                 known[key] = kernel_of(plan, group, step.grad.dtype, scaled)
             kernel = known[key]
-            if not isinstance(kernel, str) and fits(kernel, step):
+            why = why_not(kernel, step)
+            if why is not None:
+                self.left[position] = why
+            else:
                 self.steps.append(step)
                 tables.setdefault((kernel, *_switches(group)), []).append(step)
         own = {id(step.group): step for step in self.steps}

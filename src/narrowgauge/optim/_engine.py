@@ -155,17 +155,18 @@ class Engine:
         plan = self.plans[p]
         if plan.strict:
             return "eager torch", ""
-        param = local(p)
+        param, (seen, left) = local(p), self._left.get(p, (None, ""))
         none = unavailable(param.device) if "triton" in self.backends else "not asked for"
         if none is None:
-            seen, left = self._left.get(p, (None, ""))
             from narrowgauge.optim._triton_backend import unsupported
 
             reason = left if seen is plan else unsupported(plan, param) or untraceable(plan, group)
             return (f"fused {name()}", "") if reason is None else ("eager torch", f"not fused: {reason}")
         if param.device.type != "cpu":
             return "eager torch", f"not fused: {none}"
-        reason = _c_backend.unsupported(plan, param, group) if "c" in self.backends else "not asked for"
+        if "c" not in self.backends:
+            return "eager torch", "not fused: not asked for"
+        reason = left if seen is plan else _c_backend.unsupported(plan, param, group)
         return ("fused C", "") if reason is None else ("eager torch", f"not fused: {reason}")
 
     def sums_over_parameters(self) -> bool:
@@ -217,30 +218,30 @@ class Engine:
             self._left.pop(params[step.index], None)
         taken = set(map(id, copied))
         steps = [step for step in steps if id(step) not in taken]
-        if "triton" in self.backends:
-            mine = [step for step in steps if _for_triton(step)]
-            if mine:
-                from narrowgauge.optim._triton_backend import TritonSteps
+        if "triton" in self.backends and (mine := [step for step in steps if _for_triton(step)]):
+            from narrowgauge.optim._triton_backend import TritonSteps
 
-                triton = TritonSteps(mine, factor, measured)  # type: ignore[arg-type]
-                triton.upload()
-                lists.append(triton)
-                left = {id(mine[position]): why for position, why in triton.left.items()}
-                for s in mine:
-                    self._left.pop(params[s.index], None)
-                    if id(s) in left:
-                        self._left[params[s.index]] = s.plan, left[id(s)]
-                taken = {id(step) for step in triton.steps}
-                steps = [step for step in steps if id(step) not in taken]
-        if "c" in self.backends:
-            mine = [step for step in steps if step.param.is_cpu and not step.plan.strict]
-            if mine:
-                compiled = CSteps(mine, factor != "", measured)
-                if compiled.steps:
-                    lists.append(compiled)
-                taken = {id(step) for step in compiled.steps}
-                steps = [step for step in steps if id(step) not in taken]
+            triton = TritonSteps(mine, factor, measured)  # type: ignore[arg-type]
+            triton.upload()
+            lists.append(triton)
+            steps = self._rest(params, steps, mine, triton)
+        if "c" in self.backends and (mine := [s for s in steps if s.param.is_cpu and not s.plan.strict]):
+            compiled = CSteps(mine, factor != "", measured)
+            if compiled.steps:
+                lists.append(compiled)
+            steps = self._rest(params, steps, mine, compiled)
         return [*lists, *map(eager, _by_device(steps))]
+
+    def _rest(
+        self, params: list[Tensor], steps: list[ParamStep], mine: list[ParamStep], some: Any
+    ) -> list[ParamStep]:
+        """The steps that a list has not taken, and for `describe()` why it left those that it was given."""
+        for position, step in enumerate(mine):
+            self._left.pop(params[step.index], None)
+            if position in some.left:
+                self._left[params[step.index]] = step.plan, some.left[position]
+        taken = {id(step) for step in some.steps}
+        return [step for step in steps if id(step) not in taken]
 
     def _copies(self, step: ParamStep) -> bool:
         """Whether a kernel steps contiguous copies of a parameter's tensors."""
