@@ -42,8 +42,8 @@ _WORDS = {
     "fp32": "float", "bf16": "u16", "fp16": "_Float16", "int32": "i32", "int16": "int16_t", "int8": "int8_t",
     "uint8": "u8",
 }  # fmt: skip
-# The columns of a row before its addresses, as `list.h` has them.
-COLUMNS = ("numel", "first", "counter", "skipped", "seed", "stream", "origin", "numbers", "scale", "largest")
+# The columns of a row of `list.h`, before its addresses.
+COLUMNS = ("numel", "first", "counter", "skipped", "seed", "stream", "origin", "numbers", "scale", "largest_code")
 
 _ARGUMENTS = (
     "const long index, const long n, const long ahead, unsigned char *const *at, const void *const *tables, "
@@ -124,6 +124,8 @@ def _prelude(step: StepSpec) -> str:
             f"#define GRAD {grad_type}",
             f"#define FROM_GRAD from_{grad_name}",
             f"#define WORDS {len(step.words)}",
+            f"#define CHUNK {blocks_of_chunk(step.block)}",
+            f"enum {{ {', '.join(COLUMNS).upper()}, ADDRESSES }};",
             f"#define WORD_BYTES {tail}",
             source("words.h"),
             source("weights.h"),
@@ -300,6 +302,11 @@ def _statements(roots: Iterable[Node], names: dict[Node, str]) -> list[str]:
         names[node] = f"t{len(names)}"
         lines.append(f"const {c} {names[node]} = {expression};")
     return lines
+
+
+def blocks_of_chunk(block: int) -> int:
+    """How many blocks of so many elements a thread takes at a time."""
+    return 65536 // block + 1
 
 
 def source(part: str | Path) -> str:

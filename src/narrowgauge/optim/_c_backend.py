@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from narrowgauge.kernels._c_library import Unavailable, load, threads_for
-from narrowgauge.kernels._c_source import COLUMNS, StepSpec, step_source
+from narrowgauge.kernels._c_source import COLUMNS, StepSpec, blocks_of_chunk, step_source
 from narrowgauge.kernels._graph import evaluator, uniforms
 from narrowgauge.optim._changes import OfGroup, TensorSnapshot
 from narrowgauge.optim._eager import next_number, noise_of, numbers, squared_ratios, update, with_gradient
@@ -56,7 +56,7 @@ class CKernel:
         tables = [moment.codec.table for moment in step.kept if moment.codec.table is not None]
         self._arrays = [array for table in tables for array in (table.values, table.entries)]
         self.tables = (ctypes.c_void_p * (len(self._arrays) or 1))(*(a.ctypes.data for a in self._arrays))
-        self.chunk = 65536 // step.block + 1
+        self.chunk = blocks_of_chunk(step.block)
         address, long, sign, integer = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
         chunks, layout = [long] * 2, [address] * 3
         self.check = _function(library.check, [*chunks, *layout, address, integer])
@@ -234,12 +234,14 @@ class _Table:
         self._begins = (within * kernel.chunk).astype(np.int64)
         self._rows = np.zeros((len(steps), len(COLUMNS) + len(kernel.step.words)), dtype=np.int64)
         for row, step, first in zip(self._rows, steps, self._first_blocks, strict=True):
-            state = step.state
-            row[: len(COLUMNS)] = (
-                step.param.numel(), first, state["step"].data_ptr(), state["skipped"].data_ptr(),
-                step.group["seed"], step.plan.index, origin_of(step.plan.shard), 0,
-                step.param.numbers.data_ptr() if isinstance(step.param, Float8Weight) else 0, 0,
-            )  # fmt: skip
+            state, p = step.state, step.param
+            given = {
+                "numel": p.numel(), "first": first, "counter": state["step"].data_ptr(),
+                "skipped": state["skipped"].data_ptr(), "seed": step.group["seed"], "stream": step.plan.index,
+                "origin": origin_of(step.plan.shard), "scale": p.numbers.data_ptr() if isinstance(p, Float8Weight) else 0,
+            }  # fmt: skip
+            for name, value in given.items():
+                row[_AT[name]] = value
             row[len(COLUMNS) :] = [x.data_ptr() for x in step.tensors()]
         self._flags = np.zeros(len(steps), dtype=np.uint8)
         self._counts = np.zeros(len(steps))

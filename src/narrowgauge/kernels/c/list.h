@@ -1,9 +1,7 @@
 /* A list of tensors, each a row of int64. A tensor is done in chunks of blocks: `owners` has the tensor of each chunk,
  * `begins` its first block. A tensor with a flag is left alone. SCALE is the address of a weight's scale and largest
  * code, LARGEST_CODE the largest that the step has written so far. */
-enum { NUMEL, FIRST, COUNTER, SKIPPED, SEED, STREAM, ORIGIN, NUMBERS, SCALE, LARGEST_CODE, ADDRESSES };
 #define WIDTH (ADDRESSES + WORDS)
-#define CHUNK (65536 / BLOCK + 1)
 
 #ifdef _OPENMP
 const int threaded = 1;
