@@ -33,6 +33,23 @@ class Tenths(StateStorage):
         return tensors["codes"].view(torch.int8).float() * tensors["unit"]
 
 
+@dataclass(frozen=True)
+class Codes16(Tenths):
+    """The same in int16: its methods fit each other, but gauges count codes of one byte."""
+
+    def nbytes(self, shape: Any, block_size: int) -> int:
+        return 2 * int(torch.Size(shape).numel()) + 4
+
+    def init(self, p: Any, signed: bool, block_size: int) -> Any:
+        return {"codes": torch.zeros_like(p, dtype=torch.int16), "unit": torch.full((1,), 0.1)}
+
+    def encode(self, moment: Any, context: Any, random: Any = None) -> Any:
+        return {"codes": (moment * 10).round().to(torch.int16), "unit": torch.full((1,), 0.1)}
+
+    def decode(self, tensors: Any, context: Any) -> Any:
+        return tensors["codes"].float() * tensors["unit"]
+
+
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_states, "_STORAGES", dict(_states._STORAGES))
@@ -68,12 +85,19 @@ def test_methods_that_do_not_fit_each_other_are_refused_by_name() -> None:
     assert refused(codes=lambda self, tensors, shape: tensors["codes"].long()).startswith(
         "codes of storage 'wrong'"
     )
+    wide = Codes16("wrong", torch.int16)
+    with pytest.raises(ValueError, match=r"^codes of storage 'wrong' must be uint8, got torch\.int16$"):
+        register_state("wrong", wide)
     word = Codec("wrong", (Word("code", "uint8"), Word("unit", "fp32")))
     assert refused(codec=lambda self, signed: word) == (
         "a word of the codec 'wrong' must be 'codes' or 'unit', got 'code'"
     )
     kind = Codec("wrong", (Word("codes", "int6"), Word("unit", "fp32")))
     assert refused(codec=lambda self, signed: kind).startswith("kind of word 'codes' of the codec 'wrong' must be")
+    size = Codec("wrong", (Word("codes", "int16"), Word("unit", "fp32")))
+    assert refused(codec=lambda self, signed: size) == (
+        "kind of word 'codes' of the codec 'wrong' must be that of its tensor, torch.uint8, got 'int16'"
+    )
 
 
 def test_a_class_that_would_lose_its_options_or_cast_to_integers_is_refused() -> None:

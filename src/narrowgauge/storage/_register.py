@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge._arguments import check_choice, check_instance
-from narrowgauge.kernels._codec import KINDS, Codec
+from narrowgauge.kernels._codec import BYTES, KINDS, Codec
 from narrowgauge.storage._states import StateContext, StateStorage, Tensors, add_storage
 
 _SHAPE, _BLOCK = torch.Size((5, 41)), 64  # several blocks, of which the last is cut short
@@ -101,3 +101,6 @@ def _check_codec(storage: StateStorage, codec: Codec) -> None:
     for word in codec.words:
         check_choice(f"kind of word {word.name!r} of the codec {codec.name!r}", word.kind, list(KINDS.values()))
         check_choice(f"a word of the codec {codec.name!r}", word.name, list(tensors))
+        if BYTES[word.kind] != (kept := tensors[word.name]).element_size():  # a kernel would go past its end
+            words = f"that of its tensor, {kept.dtype}, got {word.kind!r}"
+            raise ValueError(f"kind of word {word.name!r} of the codec {codec.name!r} must be {words}")

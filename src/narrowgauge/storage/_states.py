@@ -144,9 +144,12 @@ class StateStorage:
 
         Raises:
             NotImplementedError: where moments are not kept in codes.
+            ValueError: for a tensor ``"codes"`` of a wider dtype.
         """
         if "codes" not in tensors:
             raise NotImplementedError(f"{self.name} states have no tensor 'codes': give the class a method codes")
+        if (dtype := tensors["codes"].dtype).itemsize > 1:
+            raise ValueError(f"codes of storage {self.name!r} must be uint8, got {dtype}")
         return tensors["codes"].view(torch.uint8)
 
     def validate(self, tensors: Tensors, signed: bool) -> str | None:
