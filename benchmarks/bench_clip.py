@@ -47,9 +47,10 @@ from torch import nn
 from narrowgauge import optim
 from narrowgauge.cli._bench._linear import Layer, baseline, peer_versions, peers, plan_layer
 from narrowgauge.cli._bench._timing import timed, why
-from narrowgauge.cli._environment import describe_environment, find_device
+from narrowgauge.cli._environment import find_device
 from narrowgauge.cli._options import parts
 from narrowgauge.linear import SwapReport
+from narrowgauge.trainers._environment import describe_environment
 
 PEER = "torchao"
 PLANS = "SWITCHBACK:int8,SWITCHBACK:e4m3,TENSORWISE_FP8:e4m3"

@@ -25,9 +25,10 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from narrowgauge.cli._bench._timing import timed
-from narrowgauge.cli._environment import describe_environment, find_device
+from narrowgauge.cli._environment import find_device
 from narrowgauge.cli._options import parts
 from narrowgauge.linear import hold_activations, named_plan, swap_linears
+from narrowgauge.trainers._environment import describe_environment
 
 # Width, hidden width of the MLP, heads, heads of keys and values, tokens of a window.
 MODELS = {

@@ -53,8 +53,9 @@ from narrowgauge._schedule import schedule
 from narrowgauge.cli._bench._linear import BASELINE, Layer, Shape, baseline, plan_layer
 from narrowgauge.cli._bench._rows import installed_version
 from narrowgauge.cli._bench._timing import timed, timed_run, why
-from narrowgauge.cli._environment import describe_environment, find_device
+from narrowgauge.cli._environment import find_device
 from narrowgauge.cli._options import parts
+from narrowgauge.trainers._environment import describe_environment
 from narrowgauge.trainers._language import Batches
 from studies.shared.language import curve, looks, set_rate, text_of
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge.cli._bench._rows import installed_version
 from narrowgauge.cli._bench._timing import timed
-from narrowgauge.cli._environment import describe_environment, usable_cores
+from narrowgauge.trainers._environment import describe_environment, usable_cores
 
 Make = Callable[[list[nn.Parameter]], Any]
 

@@ -22,7 +22,7 @@ from _script import command, median, parser_for, save
 from narrowgauge import optim, recipes
 from narrowgauge.cli._bench._rows import parameter_list
 from narrowgauge.cli._bench._timing import timed
-from narrowgauge.cli._environment import describe_environment
+from narrowgauge.trainers._environment import describe_environment
 
 # Weights and states of the bf16 steps on a CPU, and those of them whose eager step is timed too.
 _STORAGES = (

@@ -19,8 +19,8 @@ from _script import command, median, parser_for, save
 from torch import Tensor
 
 from narrowgauge.cli._bench._timing import timed, timed_run
-from narrowgauge.cli._environment import describe_environment
 from narrowgauge.storage import estimate_quantiles
+from narrowgauge.trainers._environment import describe_environment
 
 COUNT, SUBSET = 256, 4096
 PROBABILITIES = (np.arange(COUNT) + 0.5) / COUNT

@@ -46,8 +46,8 @@ TOP = set(TABLE) - {"integrations", "trainers", "cli"}
 HANDED_OVER = {
     ("gauges/_report.py", "narrowgauge.cli._report._run_page.write_run_report"),
     ("recipes/_plan.py", "narrowgauge.trainers._named_models.named_model"),
-    ("trainers/_comparison.py", "narrowgauge.cli._results.save"),
-    ("__init__.py", "narrowgauge.trainers._comparison.compare"),
+    ("trainers/_compare.py", "narrowgauge.cli._results.save"),
+    ("__init__.py", "narrowgauge.trainers._compare.compare"),
 }
 
 # What may be imported from outside beside the standard library. The programs bring what they need; triton and the

@@ -9,7 +9,7 @@ from narrowgauge._version import __version__
 if TYPE_CHECKING:
     from narrowgauge import distributed, gauges, linear, nn, recipes, scaling
     from narrowgauge.recipes import to_torch
-    from narrowgauge.trainers._comparison import compare
+    from narrowgauge.trainers._compare import compare
 
 __all__ = [
     "__version__",
@@ -32,7 +32,7 @@ _WHEN_ASKED = ("distributed", "gauges", "linear", "nn", "recipes", "scaling")
 def __getattr__(name: str) -> Any:
     """Import a package on first use: torch's distributed packages alone take a second."""
     if name == "compare":
-        from narrowgauge.trainers._comparison import compare
+        from narrowgauge.trainers._compare import compare
 
         return compare
     if name == "to_torch":

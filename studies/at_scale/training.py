@@ -30,10 +30,10 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from narrowgauge import gauges
 from narrowgauge._schedule import schedule
-from narrowgauge.cli._environment import describe_environment
 from narrowgauge.optim import NarrowOptimizer, UpdateStats
 from narrowgauge.recipes import Adapt
 from narrowgauge.trainers import next_token_loss, validation_windows
+from narrowgauge.trainers._environment import describe_environment
 from studies.at_scale import tasks
 from studies.at_scale.parts import Parts, ids
 from studies.bytes_and_loss.rows import Ours, Row

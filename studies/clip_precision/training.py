@@ -37,7 +37,7 @@ from narrowgauge.gauges._watch._features import tensor_in
 from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.trainers import TrainSettings, parameter_count
 from narrowgauge.trainers._build import Parts, build_parts
-from narrowgauge.trainers._compare import mean_loss
+from narrowgauge.trainers._compare_run import mean_loss
 from narrowgauge.trainers._task import Examples
 from studies.clip_precision.pairs import Draw, Pairs, pairs_of
 from studies.shared.graphed import Gradients

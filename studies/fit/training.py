@@ -29,7 +29,7 @@ from narrowgauge.recipes._fit._choose import TooFewBytesError, for_bytes, total_
 from narrowgauge.recipes._fit._replay import Cost, Replay
 from narrowgauge.recipes._fit._storages import Measured
 from narrowgauge.trainers import LanguageTask, TokenizedCorpus, TrainSettings, load_corpus, tokenize
-from narrowgauge.trainers._compare import mean_loss
+from narrowgauge.trainers._compare_run import mean_loss
 from narrowgauge.trainers._models import Preset, preset
 from narrowgauge.trainers._task import Examples
 from studies.clip_precision import training as clip

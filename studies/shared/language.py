@@ -37,7 +37,7 @@ from narrowgauge.trainers import (
     parameter_count,
     tokenize,
 )
-from narrowgauge.trainers._compare import mean_loss
+from narrowgauge.trainers._compare_run import mean_loss
 from narrowgauge.trainers._extras import add_stable_embedding
 from narrowgauge.trainers._models import preset
 from narrowgauge.trainers._task import Examples

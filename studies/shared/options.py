@@ -15,9 +15,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from narrowgauge.cli._environment import describe_environment, find_device
+from narrowgauge.cli._environment import find_device
 from narrowgauge.cli._files import UsageError
 from narrowgauge.trainers import presets
+from narrowgauge.trainers._environment import describe_environment
 
 Out = Annotated[Path, typer.Option(help="Results file to write.")]
 Data = Annotated[Path | None, typer.Option(help="Text file or folder.", show_default="Python's standard library")]

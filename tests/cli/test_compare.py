@@ -17,7 +17,7 @@ from fitted_recipes import GPT
 from forked import Command
 from narrowgauge import __version__
 from narrowgauge.cli import main
-from narrowgauge.trainers import _comparison, prepare_tokens
+from narrowgauge.trainers import _compare, prepare_tokens
 
 pytestmark = pytest.mark.usefixtures("surroundings")
 
@@ -82,8 +82,8 @@ def test_files_of_fitted_recipes_are_compared_by_their_names(text: Path, tmp_pat
     assert list(rows) == ["D", "a/recipe.toml", "b/recipe.toml@lr=3e-4,betas=0.9/0.99"]
     assert [row["recipe"] for row in rows.values()] == ["master", "by-hand", "by-hand"]
     assert rows["a/recipe.toml"]["bytes_per_parameter"] == pytest.approx(GPT.bytes_per_parameter())
-    assert list(_comparison.named_recipes([str(one), str(two)])) == ["a/recipe.toml", "b/recipe.toml"]
-    assert list(_comparison.named_recipes([str(one), GPT.with_settings(lr=0.1)])) == [
+    assert list(_compare.named_recipes([str(one), str(two)])) == ["a/recipe.toml", "b/recipe.toml"]
+    assert list(_compare.named_recipes([str(one), GPT.with_settings(lr=0.1)])) == [
         "recipe.toml",
         "by-hand@lr=0.1",
     ]
@@ -164,7 +164,7 @@ def test_threads_are_those_asked_for_and_given_back(text: Path, tmp_path: Path) 
 def test_what_does_not_fit_into_memory_is_said_and_what_is_finished_stays(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = _comparison.train, []
+    real, calls = _compare.train, []
 
     def train(*arguments, **options):
         calls.append(arguments)
@@ -172,7 +172,7 @@ def test_what_does_not_fit_into_memory_is_said_and_what_is_finished_stays(
             torch.empty(2**46, dtype=torch.float64)  # half a petabyte: the allocator's own error
         return real(*arguments, **options)
 
-    monkeypatch.setattr(_comparison, "train", train)
+    monkeypatch.setattr(_compare, "train", train)
     assert compare("--out", tmp_path, "--data", text, "--recipes", "A,D", *SMALL) == 2
     assert "--batch 2, --sequence 16: out of memory" in capsys.readouterr().err
     results = json.loads((tmp_path / "results.json").read_text())
@@ -255,7 +255,7 @@ def test_several_processes_are_refused(
 def test_seeds_differ_recipes_of_one_share_their_batches_and_a_narrow_table_has_whole_numbers(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real, seen = _comparison.train, []
+    real, seen = _compare.train, []
 
     def train(recipe, model, loss, batches, settings, **options):
         taken = [next(batches) for _ in range(settings.steps)]
@@ -263,7 +263,7 @@ def test_seeds_differ_recipes_of_one_share_their_batches_and_a_narrow_table_has_
         seen.append((options["seed"], weights, torch.stack(taken), torch.cat(list(options["validation"]))))
         return real(recipe, model, loss, iter(taken), settings, **options)
 
-    monkeypatch.setattr(_comparison, "train", train)
+    monkeypatch.setattr(_compare, "train", train)
     monkeypatch.setenv("COLUMNS", "80")
     assert (
         compare("--out", tmp_path, "--data", text, "--recipes", "A,D,fp32", "--seeds", 2, *SMALL, "--steps", 3) == 0

@@ -11,7 +11,7 @@ import pytest
 from narrowgauge import recipes, trainers
 from narrowgauge.cli import main
 from narrowgauge.cli._files import UsageError, user_input, write_output
-from narrowgauge.trainers import _comparison
+from narrowgauge.trainers import _compare
 
 
 def test_wrong_input_is_a_line_and_with_debug_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,7 +34,7 @@ def test_a_defect_is_not_blamed_on_the_input(monkeypatch: pytest.MonkeyPatch, tm
 
     text = tmp_path / "text.txt"
     text.write_text("bottles of beer on the wall\n" * 400)
-    monkeypatch.setattr(_comparison, "train", broken)
+    monkeypatch.setattr(_compare, "train", broken)
     small = ("--steps", "1", "--batch", "2", "--sequence", "16", "--vocabulary", "256", "--validation-windows", "2")
     with pytest.raises(ValueError, match="matrices do not match") as raised:
         main(["compare", "--data", str(text), "--out", str(tmp_path / "out"), "--recipes", "A", *small])

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import narrowgauge as ng
 from narrowgauge.recipes import _book
 from narrowgauge.rules import Rule, Slot
-from narrowgauge.trainers import CompareProgress, Comparison, Run, _compare
+from narrowgauge.trainers import CompareProgress, Comparison, Run, _compare_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -169,7 +169,7 @@ def test_steps_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         clock[0] += 10.0 if 40 < len(turns) <= 60 else 1.0  # the machine is slower for a while; all recipes see it
         return loss(model, batch)
 
-    monkeypatch.setattr(_compare, "now", now)
+    monkeypatch.setattr(_compare_run, "now", now)
     found = compare(["fp32", "A"], of=slow, steps=20).results["recipes"]
     rounds = turns[40:]
     assert rounds == ([torch.float32] * 10 + [torch.bfloat16] * 10) * 2

@@ -23,8 +23,8 @@ from narrowgauge.cli._report._compare_page import write_report
 from narrowgauge.cli._results import REPORT, RESULTS, write_results
 from narrowgauge.recipes import Recipe
 from narrowgauge.trainers import CompareProgress, Comparison, Run, TokenizedCorpus
+from narrowgauge.trainers._compare import check_settings, named_recipes, outcome
 from narrowgauge.trainers._compare_table import legend, tables
-from narrowgauge.trainers._comparison import check_settings, named_recipes, outcome
 from narrowgauge.trainers._earlier import set_aside
 from narrowgauge.trainers._tokens import is_prepared
 

@@ -1,4 +1,4 @@
-"""The device of a command, and what a figure was measured on."""
+"""The device of a command, and what can go wrong with it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import os
 import torch
 
 from narrowgauge.cli._files import UsageError
-from narrowgauge.trainers._environment import describe_environment, usable_cores
-
-__all__ = ["describe_environment", "find_device", "out_of_memory", "refuse_processes", "usable_cores"]
 
 
 def find_device(name: str) -> torch.device:

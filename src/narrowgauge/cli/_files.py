@@ -10,6 +10,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from narrowgauge._files import write_whole
+
 PICTURES = (".svg", ".png", ".pdf")
 
 
@@ -30,19 +32,6 @@ def user_input() -> Iterator[None]:
         raise
     except (ValueError, OverflowError) as error:
         raise UsageError(str(error)) from error
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write beside the file, then rename: a reader finds the old content or the new, never a part."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.new")
-    # A command line or a name may hold bytes that are not text.
-    data = content if isinstance(content, bytes) else content.encode("utf-8", errors="replace")
-    try:
-        aside.write_bytes(data)
-        aside.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
 
 
 def write_output(option: str, path: Path, content: str | bytes) -> None:

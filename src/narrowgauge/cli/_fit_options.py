@@ -7,8 +7,7 @@ Options of `train` that affect neither the choice nor its check are left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from narrowgauge.cli._train import read_config, train_hints
 from narrowgauge.recipes._choices import TOLERANCE
 from narrowgauge.trainers import SettingsError, TrainSettings
 from narrowgauge.trainers._models import preset
+from narrowgauge.trainers._settings import count, option
 
 _LIMITS = ("memory", "bytes", "tolerance")
 # The options, in the order of the help: first the command's own, then those of the planned training.
@@ -36,36 +36,28 @@ OF_COMPARE = (
 )  # fmt: skip
 
 
-def _own(default: Any, help: str, must_be: str = "", good: Callable[[Any], bool] = lambda value: True) -> Any:
-    return field(default=default, metadata={"help": help, "must be": must_be, "good": good})
-
-
 def _above_zero(default: float | None, help: str) -> Any:
-    return _own(default, help, "a number above 0", lambda value: 0 < value < math.inf)
-
-
-def _count(default: int, help: str) -> Any:
-    return _own(default, help, "an integer from 1 to 2^31 - 1", lambda value: 1 <= value < 2**31)
+    return option(default, help, "a number above 0", lambda value: 0 < value < math.inf)
 
 
 @dataclass(frozen=True)
 class FitOptions(TrainSettings):
     """The planned training, whose fields are those of `TrainSettings`, and the options of `fit` itself."""
 
-    out: Path = _own(Path("runs/fit"), "Folder for recipe.toml and bill.html.")
-    linear: str = _own(
+    out: Path = option(Path("runs/fit"), "Folder for recipe.toml and bill.html.")
+    linear: str = option(
         "none", "Formats to try in linear layers: none, int8, e4m3, or auto (both, where faster than nn.Linear).",
         "one of none, auto, int8, e4m3", lambda value: value in ("none", "auto", "int8", "e4m3"),
     )  # fmt: skip
-    memory: str | None = _own(None, "Limit: memory of the GPU, such as 24GB.")
+    memory: str | None = option(None, "Limit: memory of the GPU, such as 24GB.")
     bytes: float | None = _above_zero(None, "Limit: bytes a parameter for weight, gradient and states.")
     tolerance: float | None = _above_zero(
         None, f"Limit: how far rounding may move the loss at the end, in nats; {TOLERANCE:g} if no limit is given."
     )
     seconds: float = _above_zero(90.0, "About how long the measurement may take.")
-    verify: bool = _own(False, "Then train with the choice and with D, and compare their losses.")
-    verify_steps: int = _count(300, "Steps of each run of --verify.")
-    verify_seeds: int = _count(3, "Seeds of --verify, each with one run of the choice and one of D.")
+    verify: bool = option(False, "Then train with the choice and with D, and compare their losses.")
+    verify_steps: int = count(300, "Steps of each run of --verify.", 1)
+    verify_seeds: int = count(3, "Seeds of --verify, each with one run of the choice and one of D.", 1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

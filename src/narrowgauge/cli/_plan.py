@@ -22,7 +22,7 @@ from narrowgauge.recipes._parallel import MOST
 from narrowgauge.recipes._plan import largest, parse_bytes
 from narrowgauge.recipes._trace import from_config
 from narrowgauge.trainers import presets
-from narrowgauge.trainers._comparison import end_of_path
+from narrowgauge.trainers._compare import end_of_path
 from narrowgauge.trainers._extras import Extras
 from narrowgauge.trainers._image_models import ClipSizes, VitSizes
 from narrowgauge.trainers._models import preset

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.cli._files import write_whole
+from narrowgauge._files import write_whole
 from narrowgauge.trainers._earlier import set_aside
 
 Json = dict[str, Any]

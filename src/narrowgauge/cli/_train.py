@@ -11,7 +11,7 @@ from rich.progress import TaskID
 
 from narrowgauge import recipes
 from narrowgauge.cli._console import Display, asked_to_stop, complain
-from narrowgauge.cli._environment import find_device, out_of_memory, usable_cores
+from narrowgauge.cli._environment import find_device, out_of_memory
 from narrowgauge.cli._files import UsageError, folder_to_write, user_input
 from narrowgauge.cli._options import TokensOptions, option
 from narrowgauge.trainers import (
@@ -21,6 +21,7 @@ from narrowgauge.trainers import (
     config_values,
     presets,
 )
+from narrowgauge.trainers._environment import usable_cores
 
 # Errors of the user's data and settings, whenever they are found.
 DATA_ERRORS = (DataError, SettingsError)

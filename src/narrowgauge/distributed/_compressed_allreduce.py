@@ -25,15 +25,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from narrowgauge.distributed._compressed_layout import ErrorFeedback, Layout, ScratchDict
+from narrowgauge.distributed._compressed_passes import AllreducePasses, BlockCodec, Reduction, passes_of, path_of
 from narrowgauge.formats import codebook as named_codebook
 from narrowgauge.formats._codebooks import checked, known
 from narrowgauge.formats._rounding import Rounding
 from narrowgauge.kernels._allreduce_key import GRADIENTS
 from narrowgauge.kernels._beside import Beside
 from narrowgauge.optim._describe import as_text
-
-from ._compressed_layout import ErrorFeedback, Layout, ScratchDict
-from ._compressed_passes import AllreducePasses, BlockCodec, Reduction, passes_of, path_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket

@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from narrowgauge.distributed._compressed_layout import ErrorFeedback, Layout
 from narrowgauge.formats import Coder
 from narrowgauge.formats._philox import philox
 from narrowgauge.formats._rounding import Rounding
@@ -49,8 +50,6 @@ from narrowgauge.kernels._c_allreduce import CAllreduce, CBucket
 from narrowgauge.kernels._c_library import Unavailable
 from narrowgauge.kernels._triton import unavailable
 from narrowgauge.storage._blockwise import decode_blocks, encode_blocks, pack_pairs, unpack_pairs
-
-from ._compressed_layout import ErrorFeedback, Layout
 
 if TYPE_CHECKING:  # it imports triton
     from narrowgauge.kernels._allreduce import TritonAllreduce, TritonBucket

@@ -43,6 +43,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from narrowgauge._files import write_whole
+
 LOG = logging.getLogger("narrowgauge.gauges")
 
 VERSION = 1
@@ -244,9 +246,7 @@ class Writer:
             shutil.copyfile(self.path, saved)
             LOG.warning("%s: %s; the whole file is kept as %s", self.path, records.damage, saved)
         kept = [record for record in records if record.get("step", 0) <= step]
-        aside = self.path.with_name(self.path.name + ".new")
-        aside.write_text("".join(map(line_of, kept)), encoding="utf-8", newline="\n")
-        aside.replace(self.path)
+        write_whole(self.path, "".join(map(line_of, kept)))
 
     def write(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Append records and flush them.

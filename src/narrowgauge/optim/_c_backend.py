@@ -238,7 +238,8 @@ class _Table:
             given = {
                 "numel": p.numel(), "first": first, "counter": state["step"].data_ptr(),
                 "skipped": state["skipped"].data_ptr(), "seed": step.group["seed"], "stream": step.plan.index,
-                "origin": origin_of(step.plan.shard), "scale": p.numbers.data_ptr() if isinstance(p, Float8Weight) else 0,
+                "origin": origin_of(step.plan.shard),
+                "scale": p.numbers.data_ptr() if isinstance(p, Float8Weight) else 0,
             }  # fmt: skip
             for name, value in given.items():
                 row[_AT[name]] = value

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from narrowgauge._arguments import Size, check
+from narrowgauge._files import write_whole
 from narrowgauge.linear._swap import swap_named
 from narrowgauge.optim._changes import KEPT
 from narrowgauge.optim._groups import named
@@ -159,9 +160,7 @@ class FittedRecipe(Recipe):
             raise ValueError(f"path must end in .toml, got {str(path)!r}")
         written = self.text().encode()
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{path.name}.new")
-        aside.write_bytes(written)
-        aside.replace(path)
+        write_whole(path, written)
         return path
 
 

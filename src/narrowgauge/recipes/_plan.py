@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, overload
 
 from torch import nn
@@ -220,105 +221,77 @@ def plan_memory(
     found = [get(one) if isinstance(one, str) else one for one in (recipe if several else [recipe])]
     for one in found:
         check_instance("recipe", one, Recipe)
-    _check_sizes(batch, sequence, gpus)
-    model = _named(model_or_config, sequence) if isinstance(model_or_config, str) else model_or_config
-    plan = named_plan(linear) if isinstance(linear, str) else linear
-    plans = [
-        _plan_one(
-            model, one, batch=batch, sequence=sequence, device_memory=device_memory, linear=plan,
-            hold_activations=hold_activations, checkpointing=checkpointing, gpus=gpus, parallel=parallel,
-            accumulate=accumulate, offload=offload, loss=loss, **optimizer_arguments,
-        )
-        for one in found
-    ]  # fmt: skip
-    return plans if several else plans[0]
+    for name, size in (("batch", batch), ("sequence", 1 if sequence is None else sequence), ("gpus", gpus)):
+        if not is_integer(size) or not 1 <= size <= MOST:
+            raise ValueError(f"{name} must be an integer from 1 to {MOST}, got {size!r}")
+    model: Any = model_or_config
+    if isinstance(model, str):
+        # Presets are the trainers', so that a plan is of the model that a training makes.
+        from narrowgauge.trainers._named_models import named_model
 
-
-def _named(text: str, sequence: int | None) -> Any:
-    """The model of a name; presets are the trainers', so that a plan is of the model that a training makes."""
-    from narrowgauge.trainers._named_models import named_model
-
-    return named_model("model_or_config", text, sequence=sequence)
-
-
-def _plan_one(
-    model_or_config: Any,
-    recipe: Recipe,
-    *,
-    batch: int,
-    sequence: int | None,
-    device_memory: int | str | None,
-    linear: LinearPlan | None,
-    hold_activations: Format | None,
-    checkpointing: bool,
-    gpus: int,
-    parallel: Parallel,
-    accumulate: bool,
-    offload: Offload,
-    loss: Loss | None,
-    **optimizer_arguments: Any,
-) -> MemoryPlan:
-    """The plan of one recipe."""
+        model = named_model("model_or_config", model, sequence=sequence)
+    layers = named_plan(linear) if isinstance(linear, str) else linear
     check_choice("parallel", parallel, PARALLEL)
     check_choice("offload", offload, OFFLOADS)
     if hold_activations is not None:
         check_choice("hold_activations", hold_activations, tuple(FORMATS))
     _refuse_offload(offload, gpus, parallel, accumulate)
-    if linear is not None and recipe.plans_layers:
-        refused = f"linear must be None with recipe {recipe.name!r}, which has plans of layers"
-        raise ValueError(f"{refused}, got {linear.title}")
-    if isinstance(recipe, FittedRecipe) and is_integer(model_or_config):
-        raise ValueError(
-            f"recipe must be one for any model with a number of parameters, got {recipe.name!r}, which was fitted "
-            "to the parameters of one model: give that model"
-        )
+    for one in found:
+        if layers is not None and one.plans_layers:
+            refused = f"linear must be None with recipe {one.name!r}, which has plans of layers"
+            raise ValueError(f"{refused}, got {layers.title}")
+        if isinstance(one, FittedRecipe) and is_integer(model):
+            raise ValueError(
+                f"recipe must be one for any model with a number of parameters, got {one.name!r}, which was fitted "
+                "to the parameters of one model: give that model"
+            )
     memory = None if device_memory is None else parse_bytes("device_memory", device_memory)
-    device, host = bytes_each(recipe, gpus, parallel, offload)
-    common: dict[str, Any] = {
-        "recipe": recipe.name, "gpus": gpus, "parallel": parallel, "offload": offload, "device_memory": memory,
-        "_bytes": sum(device.values()),
-    }  # fmt: skip
-    if is_integer(model_or_config):
-        of_a_model = {
-            "linear": linear, "hold_activations": hold_activations, "loss": loss, "checkpointing": checkpointing,
-            "accumulate": accumulate,
-        }  # fmt: skip
-        for name, value in of_a_model.items():
-            if value:
-                raise ValueError(f"{name} must be left out for a number of parameters, got {value!r}")
-        return _of_count(model_or_config, device, host, common)
-    given: Any = model_or_config
-    model = without_memory(given) if isinstance(given, nn.Module) else from_config(given)
-    step = step_of(model, gpus) if loss is None else Step("sequence", loss)
-    if step.example == "pair" and accumulate:
-        raise ValueError(
-            f"accumulate must be False for a {type(model).__name__} without a loss of your own, got True: an image "
-            "is contrasted with all captions of a step, and the plan does not know how they are divided"
-        )
-    if checkpointing and hold_activations is not None:
-        raise ValueError(
-            f"hold_activations must be None with checkpointing, whose blocks save their inputs only, got "
-            f"{hold_activations!r}"
-        )
-    traced = Traced(
-        model, recipe, linear, checkpointing, step.loss, optimizer_arguments, accumulate, offload == "gradients",
-        hold_activations,
-    )  # fmt: skip
-    planner = Planner(traced, gpus, parallel, offload)
-    tokens = _tokens(sequence, planner.positions, step, type(model).__name__)
-    at_peak, saved, where = planner.at(batch, tokens or 0)
-    return MemoryPlan(
-        model=type(model).__name__, parameters=traced.parameters, linear=None if linear is None else linear.title,
-        hold_activations=hold_activations, example=step.example, batch=batch, sequence=tokens,
-        checkpointing=checkpointing, accumulate=accumulate,
-        held=planner.held, host=planner.host, saved=saved, at_peak=at_peak, where=where, _planner=planner, **common,
-    )  # fmt: skip
+    if is_integer(model):
+        _check_count(
+            model, linear=layers, hold_activations=hold_activations, loss=loss, checkpointing=checkpointing,
+            accumulate=accumulate,
+        )  # fmt: skip
 
+    def planned(one: Recipe) -> MemoryPlan:
+        device, host = bytes_each(one, gpus, parallel, offload)
+        plan = partial(
+            MemoryPlan, recipe=one.name, gpus=gpus, parallel=parallel, offload=offload, device_memory=memory,
+            _bytes=sum(device.values()),
+        )  # fmt: skip
+        if is_integer(model):
+            parts = {name: int(size * model) for name, size in device.items()}
+            held = {name: size for name, size in parts.items() if name != "communication"}
+            on_host = {name: int(size * model) for name, size in host.items()}
+            return plan(model=f"{model:,} parameters", parameters=model, held=held, host=on_host, at_peak=parts)
+        bare = without_memory(model) if isinstance(model, nn.Module) else from_config(model)
+        kind = type(bare).__name__
+        step = step_of(bare, gpus) if loss is None else Step("sequence", loss)
+        if step.example == "pair" and accumulate:
+            raise ValueError(
+                f"accumulate must be False for a {kind} without a loss of your own, got True: an image is "
+                "contrasted with all captions of a step, and the plan does not know how they are divided"
+            )
+        if checkpointing and hold_activations is not None:
+            raise ValueError(
+                "hold_activations must be None with checkpointing, whose blocks save their inputs only, got "
+                f"{hold_activations!r}"
+            )
+        traced = Traced(
+            bare, one, layers, checkpointing, step.loss, optimizer_arguments, accumulate, offload == "gradients",
+            hold_activations,
+        )  # fmt: skip
+        planner = Planner(traced, gpus, parallel, offload)
+        tokens = _tokens(sequence, planner.positions, step, kind)
+        at_peak, saved, where = planner.at(batch, tokens or 0)
+        return plan(
+            model=kind, parameters=traced.parameters, linear=None if layers is None else layers.title,
+            hold_activations=hold_activations, example=step.example, batch=batch, sequence=tokens,
+            checkpointing=checkpointing, accumulate=accumulate, held=planner.held, host=planner.host, saved=saved,
+            at_peak=at_peak, where=where, _planner=planner,
+        )  # fmt: skip
 
-def _check_sizes(batch: int, sequence: int | None, gpus: int) -> None:
-    for name, size in (("batch", batch), ("sequence", 1 if sequence is None else sequence), ("gpus", gpus)):
-        if not is_integer(size) or not 1 <= size <= MOST:
-            raise ValueError(f"{name} must be an integer from 1 to {MOST}, got {size!r}")
+    plans = [planned(one) for one in found]
+    return plans if several else plans[0]
 
 
 def _refuse_offload(offload: Offload, gpus: int, parallel: Parallel, accumulate: bool) -> None:
@@ -327,6 +300,14 @@ def _refuse_offload(offload: Offload, gpus: int, parallel: Parallel, accumulate:
     if offload == "gradients" and (gpus > 1 or accumulate):
         what = f"{gpus} GPUs, whose gradients are averaged" if gpus > 1 else "accumulate, whose gradients stay"
         raise ValueError(f"offload must be 'none' or 'states' with {what}, got 'gradients'")
+
+
+def _check_count(count: int, **of_a_model: Any) -> None:
+    for name, value in of_a_model.items():
+        if value:
+            raise ValueError(f"{name} must be left out for a number of parameters, got {value!r}")
+    if count < 1:
+        raise ValueError(f"model_or_config must be at least 1 parameter, and under 2^63, got {count}")
 
 
 def _tokens(sequence: int | None, positions: int, step: Step, kind: str) -> int | None:
@@ -340,20 +321,6 @@ def _tokens(sequence: int | None, positions: int, step: Step, kind: str) -> int 
             f"sequence must be at most {positions}, the number of positions that a {kind} has, got {sequence}"
         )
     return min(positions, _SEQUENCE) if sequence is None else sequence
-
-
-def _of_count(
-    count: int, device: Mapping[str, float], host: Mapping[str, float], common: dict[str, Any]
-) -> MemoryPlan:
-    if not 1 <= count < 2**63:
-        got = count if count < 1 else "2^63 or more"
-        raise ValueError(f"model_or_config must be at least 1 parameter, and under 2^63, got {got}")
-    parts = {name: int(size * count) for name, size in device.items()}
-    held = {name: size for name, size in parts.items() if name != "communication"}
-    on_host = {name: int(size * count) for name, size in host.items()}
-    return MemoryPlan(
-        model=f"{count:,} parameters", parameters=count, held=held, host=on_host, at_peak=parts, **common
-    )
 
 
 def parse_bytes(name: str, value: int | str) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from narrowgauge.trainers._compare import Run, Settings, evaluate, make_optimizer, train
-from narrowgauge.trainers._comparison import CompareProgress, Comparison, compare
+from narrowgauge.trainers._compare import CompareProgress, Comparison, compare
+from narrowgauge.trainers._compare_run import Run, Settings, evaluate, make_optimizer, train
 from narrowgauge.trainers._export import load_model
 from narrowgauge.trainers._language import Batches, LanguageTask, validation_windows
 from narrowgauge.trainers._models import (

@@ -18,13 +18,12 @@ from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.recipes import cast
 from narrowgauge.recipes._trace import enable_checkpointing
 from narrowgauge.scaling import DynamicLossScaler, LossScaler, StaticLossScaler, TensorLossScaler
-
-from ._extras import Extras
-from ._image_models import build_image_model
-from ._models import Preset, build_model, parameter_count, preset
-from ._parallel import ALONE, ProcessGroup
-from ._settings import SettingsError, TrainSettings
-from ._tokens import END_OF_TEXT
+from narrowgauge.trainers._extras import Extras
+from narrowgauge.trainers._image_models import build_image_model
+from narrowgauge.trainers._models import Preset, build_model, parameter_count, preset
+from narrowgauge.trainers._parallel import ALONE, ProcessGroup
+from narrowgauge.trainers._settings import SettingsError, TrainSettings
+from narrowgauge.trainers._tokens import END_OF_TEXT
 
 _SCALERS = {"dynamic": DynamicLossScaler, "static": StaticLossScaler, "tensor": TensorLossScaler}
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

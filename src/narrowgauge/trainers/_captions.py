@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ._export import added_tokens
-from ._text import Corpus, DataError, Document
-from ._tokens import DEFAULT_VOCABULARY, END_OF_TEXT, OnProgress, learn
+from narrowgauge.trainers._export import added_tokens
+from narrowgauge.trainers._text import Corpus, DataError, Document
+from narrowgauge.trainers._tokens import DEFAULT_VOCABULARY, END_OF_TEXT, OnProgress, learn
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -1,280 +1,378 @@
-"""Train one model under one recipe of a comparison, measure what that costs, and time its steps.
+"""`narrowgauge.compare`: the same training under each recipe, side by side, of anybody's model.
 
-The loop is that of every training. What is added does not change a bit of it: every `gauge_every` steps the
-optimizer measures its update, and one step runs under a memory profiler. Runs with the same seed see the same
-initial weights and the same batches whatever the recipe, so their losses can be compared step by step.
+Runs go seed by seed, so that an interrupted comparison has whole pairs. For each run torch's generators are seeded,
+then `make_model` is called, then `batches`. Batches draw their random numbers from a state of their own: dropout,
+which may draw others in bf16 than in fp32, does not change them. The first batch and the weights are compared with
+those of the other recipes, because a comparison of different starts says nothing about recipes.
 
-Steps are timed apart from the training, in short rounds: what else the machine does changes from minute to minute,
-and recipes that were trained one after the other would be timed in different minutes.
+After the last run the recipes' steps are timed in turns: in each round every recipe trains a new model for a few
+steps. So all recipes are timed in the same minutes, whatever else the machine does, and one model is in memory at a
+time.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from narrowgauge._batches import examples, moved
-from narrowgauge._schedule import schedule
-from narrowgauge.optim import NarrowOptimizer, UpdateStats
-from narrowgauge.recipes import Recipe
+from narrowgauge import recipes as recipe_book
+from narrowgauge._arguments import Count, Flag, Size, check, check_choice, check_instance
+from narrowgauge._batches import tensors
+from narrowgauge._schedule import SCHEDULES
+from narrowgauge.recipes import FittedRecipe, Recipe
+from narrowgauge.trainers._compare_results import Json, assemble, plain
+from narrowgauge.trainers._compare_run import Loss, Run, Settings, Timing, arguments, time_steps, train
+from narrowgauge.trainers._compare_table import legend, tables
+from narrowgauge.trainers._environment import describe_environment
 
-from ._loop import fast_products, now, training_loop
-from ._memory import peak_memory
-
-Loss = Callable[[nn.Module, Any], Tensor]
-
-_MEMORY_STEP = 3  # states exist since the first
-# Of a round: steps that are not timed, while caches fill and kernels are chosen, and steps that are.
-_WARM_STEPS, _TIMED_STEPS = 2, 8
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What all recipes of a comparison share.
-
-    Attributes:
-        steps: optimizer steps.
-        lr, warmup: learning rate, None for the default of each optimizer, and the steps of its linear rise. A
-            recipe's own learning rate goes before it.
-        schedule, final_lr: what the rate does afterwards (see `schedule`), and its last value as a share.
-        arithmetic: ``"fp32"`` or ``"strict"``; storages without a strict arithmetic compute in fp32.
-        decay_all: whether norms and biases decay too.
-        gauge_every: steps between measurements of the update; 0 for none.
-        options: arguments for every optimizer that has them: betas, eps, weight_decay, block_size, ...
-    """
-
-    steps: int
-    lr: float | None = None
-    warmup: int = 10
-    schedule: str = "constant"
-    final_lr: float = 0.1
-    arithmetic: str = "fp32"
-    decay_all: bool = False
-    gauge_every: int = 5
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def arithmetic_of(self, recipe: Recipe) -> str:
-        """The arithmetic that a recipe gets: its own, or the one asked for, or fp32 where there is no other."""
-        asked: str = recipe.settings.get("arithmetic", self.arithmetic)
-        return asked if recipe.has_strict_arithmetic else "fp32"
+# Of timed steps; runs of fewer than ten steps a round have fewer rounds.
+_ROUNDS, _STEPS_OF_A_ROUND = 3, 10
+_SAMPLE = 4096  # elements of a tensor that tell it from another
 
 
-@dataclass
-class Run:
-    """One recipe with one seed.
+class Comparison:
+    """What a comparison found; prints as a table.
 
     Attributes:
-        seed: of weights, batches and stochastic rounding.
-        lr: the learning rate after the warm-up.
-        arithmetic: the one that the optimizer computed in.
-        loss: training loss by step, up to and including the first that is not finite.
-        stats: update sums by the number of the step, from 1.
-        validation_loss: mean over the validation batches; None without them, or if diverged.
-        diverged: whether a loss was not finite.
-        peak_memory: bytes in tensors at the worst moment of a step; None if there was no such step.
-        measured_bytes: bytes a parameter as found in the tensors: weights, gradients, states.
+        results: the content of results.json: settings, environment, and under ``"recipes"`` what each recipe gave
+            and cost, per seed and as a mean, with its curves.
     """
 
-    seed: int
-    lr: float = math.nan
-    arithmetic: str = "fp32"
-    loss: list[float] = field(default_factory=list)
-    stats: dict[int, UpdateStats] = field(default_factory=dict)
-    validation_loss: float | None = None
-    diverged: bool = False
-    peak_memory: int | None = None
-    measured_bytes: dict[str, float] = field(default_factory=dict)
+    def __init__(self, results: Json) -> None:
+        self.results = results
 
-    @property
-    def training_loss(self) -> float | None:
-        """Mean training loss of the last tenth of the steps; None if diverged."""
-        if self.diverged or not self.loss:
-            return None
-        return statistics.fmean(self.loss[-max(1, len(self.loss) // 10) :])
+    def __str__(self) -> str:
+        return f"{tables(self.results)}\n\n{legend(self.results)}"
 
+    __repr__ = __str__
 
-@dataclass
-class Timing:
-    """Seconds of the timed steps of a recipe: of the optimizer alone, and of forward, backward and optimizer."""
+    def save(self, directory: str | Path) -> Path:
+        """Write results.json and report.html, a page with figures, into a folder; earlier ones are renamed.
 
-    optimizer: list[float] = field(default_factory=list)
-    step: list[float] = field(default_factory=list)
+        Returns:
+            The path of the page.
 
+        Raises:
+            ModuleNotFoundError: if a package for pages is not installed, with the command that installs it;
+                results.json is written.
+        """
+        from narrowgauge.cli._results import save
 
-def make_optimizer(recipe: Recipe, model: nn.Module, settings: Settings, seed: int) -> NarrowOptimizer:
-    """Apply a recipe to a model under a comparison's settings; its own go before them."""
-    made: NarrowOptimizer = recipe.apply(model, decay_all=settings.decay_all, **arguments(recipe, settings, seed))
-    return made
-
-
-def arguments(recipe: Recipe, settings: Settings, seed: int) -> dict[str, Any]:
-    """The optimizer's arguments under a comparison's settings, without those that the recipe sets."""
-    shared = recipe.known({**settings.options, "seed": seed})
-    shared |= {"arithmetic": settings.arithmetic_of(recipe), "lr": settings.lr}
-    if settings.lr is None:
-        del shared["lr"]
-    return {name: value for name, value in shared.items() if name not in recipe.settings}
-
-
-class _Training:
-    """A model under a recipe, one step after the other.
-
-    Attributes:
-        optimizer: the recipe's.
-        lr: its learning rate after the warm-up.
-        batch: the next one.
-        loss: that of the last step.
-        times: when the last step began, when its backward pass ended, and when it ended.
-    """
-
-    def __init__(self, recipe: Recipe, model: nn.Module, loss: Loss, settings: Settings, seed: int) -> None:
-        self.optimizer = make_optimizer(recipe, model, settings, seed)
-        self.lr = float(self.optimizer.defaults["lr"])
-        self.batch: Any = None
-        self.loss, self.times = math.nan, [0.0, 0.0, 0.0]
-        self._recipe, self._model, self._of, self._settings = recipe, model, loss, settings
-        self._device = next(model.parameters()).device
-
-    def steps(self) -> Iterator[Any]:
-        """Take a step for each item that is drawn; none where the loss is not finite."""
-        return training_loop(
-            itertools.count(1), self.optimizer, rate=self._rate, gradients=self._gradients, update=self._update
-        )
-
-    def _rate(self, number: int) -> float:
-        s = self._settings
-        return self.lr * schedule(s.schedule, number, steps=s.steps, warmup=s.warmup, final=s.final_lr)
-
-    def _gradients(self) -> Tensor:
-        self.times[0] = now(self._device)
-        with fast_products(self._device):
-            found = self._loss()
-            torch.autograd.backward(found)
-        self.times[1] = now(self._device)
-        return found.detach()
-
-    def _loss(self) -> Tensor:
         try:
-            found = self._of(self._model, self.batch)
-        except RuntimeError as error:
-            error.add_note(
-                f"raised by loss(model, batch) under recipe {self._recipe.label!r}, whose model is in "
-                f"{self._recipe.dtype}: loss must cast float inputs to the dtype of the model"
-            )
-            raise
-        if not isinstance(found, Tensor) or found.numel() != 1:
-            got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-            raise ValueError(f"loss(model, batch) must return a tensor of one element, got {got}")
-        return found
-
-    def _update(self, loss: Tensor) -> None:
-        self.loss = float(loss)
-        if math.isfinite(self.loss):
-            self.optimizer.step()
-        self.times[2] = now(self._device)
+            save(self.results, Path(directory))
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith("narrowgauge"):
+                raise
+            hint = f"a page needs {error.name}; install it with: pip install 'narrowgauge[train]'"
+            raise ModuleNotFoundError(hint, name=error.name) from None
+        return Path(directory) / "report.html"
 
 
-def train(
-    recipe: Recipe,
-    model: nn.Module,
+class CompareProgress:
+    """What a comparison calls while it runs. This one prints a line after each run; subclass it for more."""
+
+    def begin(self, name: str, seed: int) -> None:
+        """A run begins."""
+
+    def step(self, number: int, loss: float) -> None:
+        """A step is done, the first of a run is 1."""
+
+    def finish(self, name: str, run: Run, so_far: Comparison) -> None:
+        """A run is done; `so_far` has it and those before."""
+        print(f"{name}, seed {run.seed}: {outcome(run)}", flush=True)
+
+    def timed(self, done: int, total: int) -> None:
+        """The steps of `done` of `total` rounds of recipes are timed."""
+
+
+def outcome(run: Run) -> str:
+    """How a run ended, in words."""
+    if run.diverged:
+        return f"diverged at step {len(run.loss)}"
+    if run.validation_loss is not None:
+        return f"validation loss {run.validation_loss:.4f}"
+    return f"training loss {run.training_loss:.4f}"
+
+
+def compare(
+    recipes: Sequence[str | Recipe],
+    make_model: Callable[[], nn.Module],
     loss: Loss,
-    batches: Iterator[Any],
-    settings: Settings,
+    batches: Callable[[], Iterable[Any]],
     *,
-    seed: int,
+    steps: int,
+    lr: float | None = None,
+    seeds: int | Sequence[int] = 1,
+    warmup: int = 10,
+    schedule: str = "constant",
+    final_lr: float = 0.1,
     validation: Iterable[Any] | None = None,
-    on_step: Callable[[int, float], None] = lambda step, loss: None,
-) -> Run:
-    """Train and evaluate.
+    perplexity: bool = False,
+    arithmetic: str = "fp32",
+    decay_all: bool = False,
+    gauge_every: int = 5,
+    progress: CompareProgress | None = None,
+    facts: Mapping[str, Any] | None = None,
+    **optimizer_arguments: Any,
+) -> Comparison:
+    """Train a model under each recipe with the same weights and batches; measure loss, memory, time and updates.
 
     Args:
-        recipe: applied to the model here.
-        model: on its device, in fp32; its weights are changed in place.
-        loss: gives the loss of a batch, a tensor of one element.
-        batches: what `loss` takes; tensors in them are moved to the model's device.
-        settings: shared by all recipes.
-        seed: recorded, and the key of stochastic rounding.
-        validation: batches to evaluate on after the last step.
-        on_step: called with the number of each finished step, from 1, and its loss.
+        recipes: names, with settings of their own after an ``@`` (``"lion8bit@lr=3e-5"``), or recipes.
+        make_model: makes the model, on the device for its training. Torch's generators are seeded before
+            each call. Its weights are rounded to bf16 numbers, so that no recipe begins by rounding them.
+        loss: ``loss(model, batch)`` gives a tensor of one element. The model has the dtype of the recipe, and float
+            inputs must be cast to it.
+        batches: ``batches()`` gives the batches of an epoch, in any form that `loss` takes. It is called again when
+            they end. Its random state depends only on the seed and the epoch. Tensors, also in lists, tuples and
+            dictionaries, are moved to the device of the model.
+        steps: optimizer steps of each run.
+        lr: learning rate of every recipe that does not set its own; None for the default of each optimizer.
+        seeds: how many runs each recipe has, with the seeds 0, 1, ...; or the seeds.
+        warmup: steps over which learning rates rise.
+        schedule, final_lr: what rates do then: ``"constant"``, ``"linear"`` or ``"cosine"``; the last two end at
+            this share of the rate.
+        validation: batches to evaluate on after each run, which can be read more than once: a list, or a
+            ``DataLoader``. Without them recipes are compared by their mean training loss of the last tenth.
+        perplexity: whether the table shows e to the power of the loss; for losses in nats a token.
+        arithmetic: ``"fp32"`` or ``"strict"``; recipes without strict arithmetic keep fp32.
+        decay_all: whether norms and biases have weight decay too; see `Recipe.apply`.
+        gauge_every: steps between measurements of the update; 0 for none.
+        progress: an object whose methods are called while the comparison runs; None prints a line after each run.
+        facts: more entries for results.json and the page, such as ``{"data": {"source": "..."}}``.
+        **optimizer_arguments: for each optimizer that has them: ``betas``, ``eps``, ``weight_decay``,
+            ``block_size``, ... ``betas`` are for rules with the same number of betas.
+
+    Returns:
+        The results. They print as a table, and ``save(directory)`` writes results.json and a page.
+
+    Raises:
+        ValueError: for unknown or equal recipes, for arguments that no optimizer has or that one refuses, and if
+            `make_model` or `batches` give different weights or batches for the same seed.
     """
-    training = _Training(recipe, model, loss, settings, seed)
-    optimizer, device = training.optimizer, next(model.parameters()).device
-    run, steps = Run(seed, training.lr, settings.arithmetic_of(recipe)), training.steps()
-    for number in range(1, settings.steps + 1):
-        optimizer.gauges = settings.gauge_every > 0 and (number - 1) % settings.gauge_every == 0
-        training.batch = moved(next(batches), device)
-        if number == _MEMORY_STEP:
-            optimizer.zero_grad()  # what was allocated earlier is not the profiler's to see freed
-            held = sum(t.nbytes for t in (*model.parameters(), *model.buffers())) + optimizer.state_bytes()
-            _, run.peak_memory = peak_memory(lambda: next(steps), held, device)
-        else:
-            next(steps)
-        run.loss.append(training.loss)
-        if not math.isfinite(training.loss):
-            run.diverged = True
-            break
-        if optimizer.last_stats:
-            run.stats[number] = UpdateStats.total(list(optimizer.last_stats.values()))
-        on_step(number, training.loss)
-    run.measured_bytes = _measured_bytes(model, optimizer)
-    if validation is not None and not run.diverged:
-        found = evaluate(model, loss, validation)
-        run.diverged = not math.isfinite(found)
-        run.validation_loss = None if run.diverged else found
-    return run
+    chosen = named_recipes(recipes)
+    check_choice("schedule", schedule, SCHEDULES)
+    settings = Settings(
+        steps=check("steps", steps, Size),
+        lr=lr,
+        warmup=check("warmup", warmup, Count),
+        schedule=schedule,
+        final_lr=final_lr,
+        arithmetic=arithmetic,
+        decay_all=check("decay_all", decay_all, Flag),
+        gauge_every=check("gauge_every", gauge_every, Count),
+        options=optimizer_arguments,
+    )
+    check_settings(chosen, settings)
+    if validation is not None and iter(validation) is validation:
+        raise ValueError("validation must be batches that can be read more than once, a list say, got an iterator")
+    if isinstance(seeds, int):
+        seeds = range(check("seeds", seeds, Size))
+    if not seeds:
+        raise ValueError("seeds must be one or more, got none")
+    work = _Work(chosen, make_model, loss, batches, settings, list(seeds))
+    work.facts = {
+        "command": None,
+        "settings": {
+            "recipes": list(chosen), "steps": steps, "seeds": len(seeds), "lr": lr, "warmup": warmup,
+            "schedule": schedule, **({} if schedule == "constant" else {"final_lr": final_lr}),
+            "arithmetic": arithmetic, "decay_all": decay_all, "gauge_every": gauge_every,
+            **{name: plain(value) for name, value in optimizer_arguments.items()},
+        },
+        "data": {},
+        "model": {},
+        "measure": "training_loss" if validation is None else "validation_loss",
+        "perplexity": check("perplexity", perplexity, Flag),
+        "reference": reference(chosen),
+        **(facts or {}),
+    }  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        return work.run(validation, progress or CompareProgress())
 
 
-def time_steps(
-    recipe: Recipe, model: nn.Module, loss: Loss, batches: Iterator[Any], settings: Settings, timing: Timing
-) -> None:
-    """Take the steps of one round with a new model, and add their seconds to a recipe's timing.
+def named_recipes(recipes: Iterable[str | Recipe]) -> dict[str, Recipe]:
+    """Recipes by what a table calls them: a name as it was given, a file's name, or a recipe's own.
 
-    The arguments are those of `train`.
+    Files of the same name have as many of their folders before it as tell them apart.
+
+    Raises:
+        ValueError: for an unknown name, none at all, or one twice.
     """
-    training = _Training(recipe, model, loss, settings, seed=0)
-    steps, device = training.steps(), next(model.parameters()).device
-    for number in range(_WARM_STEPS + _TIMED_STEPS):
-        training.batch = moved(next(batches), device)
-        next(steps)
-        begun, between, ended = training.times
-        if number >= _WARM_STEPS and math.isfinite(training.loss):
-            timing.optimizer.append(ended - between)
-            timing.step.append(ended - begun)
+    if isinstance(recipes, str):
+        raise ValueError(f"recipes must be a list of names and recipes, got {recipes!r}")
+    found: dict[str, Recipe] = {}
+    recipes = list(recipes)
+    texts = [each for each in recipes if isinstance(each, str)]
+    for each in recipes:
+        if not isinstance(each, str):
+            check_instance("recipes", each, Recipe, "narrowgauge.recipes.get('D')")
+        recipe = recipe_book.parse(each) if isinstance(each, str) else each
+        name = each if isinstance(each, str) else each.label
+        if isinstance(each, str) and isinstance(recipe, FittedRecipe):
+            name = end_of_path(each, texts)
+        if name in found or recipe in found.values():
+            raise ValueError(f"recipes must name each recipe once, got {recipe.label} twice")
+        found[name] = recipe
+    if not found:
+        raise ValueError(f"recipes must name one or more of {', '.join(recipe_book.names())}, got none")
+    return found
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module, loss: Loss, batches: Iterable[Any]) -> float:
-    """Mean loss over batches, in evaluation mode; a batch weighs as much as it has examples."""
-    device, was = next(model.parameters()).device, model.training
-    model.eval()
-    try:
-        with fast_products(device):
-            return mean_loss((loss(model, batch), examples(batch)) for batch in (moved(b, device) for b in batches))
-    finally:
-        model.train(was)
+def end_of_path(text: str, texts: Sequence[str]) -> str:
+    """The shortest end of a recipe's path that none of the others has, with the settings behind it."""
+    path, file, settings = text.rpartition(".toml")
+    others = {other for one in texts if (other := one.rpartition(".toml")[0]) != path}
+    parts = path.split("/")
+    ends = ("/".join(parts[-count:]) for count in range(1, len(parts)))
+    end = next((end for end in ends if not any(f"/{other}".endswith(f"/{end}") for other in others)), path)
+    return end + file + settings
 
 
-def mean_loss(parts: Iterable[tuple[Tensor, int]]) -> float:
-    """Mean over all examples, of parts that come as their mean and their number of examples; summed in float64."""
-    pairs = [(loss.double() * count, count) for loss, count in parts]
-    return float(torch.stack([loss for loss, _ in pairs]).sum()) / sum(count for _, count in pairs)
+def check_settings(recipes: Mapping[str, Recipe], settings: Settings) -> None:
+    """Refuse what an optimizer would refuse, before anything is trained.
+
+    Raises:
+        ValueError: for an argument that no optimizer has, or a value that one refuses.
+    """
+    check_choice("arithmetic", settings.arithmetic, ("fp32", "strict"))
+    for name in settings.options:
+        if name == "seed":
+            raise ValueError("seed must be left out: it is one of seeds")
+        if not any(recipe.takes(name) for recipe in recipes.values()):
+            kinds = sorted({recipe.optimizer.__name__ for recipe in recipes.values()})
+            raise ValueError(f"{name} must be an argument of compare or of {' or '.join(kinds)}, and is of none")
+    for recipe in recipes.values():
+        recipe.check_arguments(**arguments(recipe, settings, 0))
 
 
-def _measured_bytes(model: nn.Module, optimizer: NarrowOptimizer) -> dict[str, float]:
-    """Bytes a trained parameter, counted in the tensors that exist after the last step."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    count = sum(p.numel() for p in trained)
-    parts = {
-        "weights": sum(p.nbytes for p in trained),
-        "gradients": sum(p.grad.nbytes for p in trained if p.grad is not None),
-        "states": optimizer.state_bytes(),
-    }
-    measured = {name: size / count for name, size in parts.items()}
-    return measured | {"total": sum(measured.values())}
+def reference(recipes: Mapping[str, Recipe]) -> str:
+    """The recipe that differences refer to: fp32 master weights, else fp32, else the first."""
+    by_recipe = {recipe.name: name for name, recipe in reversed(list(recipes.items()))}
+    return by_recipe.get("master") or by_recipe.get("fp32") or next(iter(recipes))
+
+
+class _Work:
+    """A comparison while it runs."""
+
+    def __init__(
+        self,
+        recipes: dict[str, Recipe],
+        make_model: Callable[[], nn.Module],
+        loss: Loss,
+        batches: Callable[[], Iterable[Any]],
+        settings: Settings,
+        seeds: list[int],
+    ) -> None:
+        self.facts: Json = {}
+        self._recipes, self._settings, self._seeds = recipes, settings, seeds
+        self._make_model, self._loss, self._batches = make_model, loss, batches
+        self._runs: dict[str, list[Run]] = {}
+        self._timings: dict[str, Timing] = {}
+        self._seen: dict[tuple[str, int], int] = {}
+
+    def run(self, validation: Iterable[Any] | None, progress: CompareProgress) -> Comparison:
+        """Train all, then time all."""
+        for seed in self._seeds:
+            for name, recipe in self._recipes.items():
+                progress.begin(name, seed)
+                model = self._start(seed)
+                stream = self._stream(seed)
+                run = train(
+                    recipe, model, self._loss, stream, self._settings,
+                    seed=seed, validation=validation, on_step=progress.step,
+                )  # fmt: skip
+                del model
+                self._runs.setdefault(name, []).append(run)
+                progress.finish(name, run, self._found(interrupted=True))
+        rounds = min(_ROUNDS, self._settings.steps // _STEPS_OF_A_ROUND)
+        for number in range(rounds):
+            for at, (name, recipe) in enumerate(self._recipes.items()):
+                timing = self._timings.setdefault(name, Timing())
+                model, stream = self._start(self._seeds[0]), self._stream(self._seeds[0])
+                time_steps(recipe, model, self._loss, stream, self._settings, timing)
+                del model  # one at a time
+                progress.timed(number * len(self._recipes) + at + 1, rounds * len(self._recipes))
+        return self._found(interrupted=False)
+
+    def _found(self, interrupted: bool) -> Comparison:
+        return Comparison(
+            assemble(self._recipes, self._runs, self._timings, self._settings, self.facts, interrupted=interrupted)
+        )
+
+    def _start(self, seed: int) -> nn.Module:
+        """The model that every recipe starts from: its weights are bf16 numbers, so that no recipe rounds them."""
+        torch.manual_seed(seed)
+        model = self._make_model()
+        check_instance("make_model()", model, nn.Module)
+        for dtype in (torch.bfloat16, torch.float32):
+            recipe_book.cast(model, dtype)
+        parameters = list(model.parameters())
+        if not parameters:
+            raise ValueError("make_model() must give a model with parameters, got one without")
+        if "environment" not in self.facts:
+            device = parameters[0].device
+            threads = {"threads": str(torch.get_num_threads())}
+            self.facts["environment"] = describe_environment(device) | threads
+            count = sum(parameter.numel() for parameter in parameters)
+            self.facts["model"] = {**self.facts["model"], "parameters": count}
+        self._check_same("make_model()", "weights", seed, parameters)
+        return model
+
+    def _stream(self, seed: int) -> Iterator[Any]:
+        stream = _Stream(self._batches, seed)
+        self._check_same("batches()", "batches", seed, tensors(stream.first))
+        return stream
+
+    def _check_same(self, of: str, what: str, seed: int, found: Iterable[Tensor]) -> None:
+        """Compare a part of each tensor with what another recipe got."""
+        total = 0
+        for tensor in found:
+            part = tensor.detach().reshape(-1)[:_SAMPLE].cpu().contiguous()
+            total = zlib.crc32(part.view(torch.uint8).numpy().tobytes(), total)
+        if self._seen.setdefault((of, seed), total) != total:
+            raise ValueError(
+                f"{of} must give the same {what} each time it is called after torch.manual_seed({seed}), got "
+                f"others: it must make them anew, with torch's random numbers"
+            )
+
+
+class _Stream:
+    """The batches of a run, epoch after epoch, with random numbers of their own.
+
+    Attributes:
+        first: the first batch, which is drawn at once.
+    """
+
+    def __init__(self, batches: Callable[[], Iterable[Any]], seed: int) -> None:
+        self._batches, self._seed, self._epoch = batches, seed, -1
+        self._state = torch.get_rng_state()
+        self._iterator: Iterator[Any] = iter(())
+        self.first = self._next()
+        self._pending = [self.first]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._pending.pop() if self._pending else self._next()
+
+    def _next(self) -> Any:
+        others = torch.get_rng_state()
+        torch.set_rng_state(self._state)
+        try:
+            for batch in self._iterator:
+                return batch
+            self._epoch += 1
+            torch.default_generator.manual_seed(self._seed + self._epoch)
+            self._iterator = iter(self._batches())
+            for batch in self._iterator:
+                return batch
+            raise ValueError("batches() must give one batch at least, got none")
+        finally:
+            self._state = torch.get_rng_state()
+            torch.set_rng_state(others)

@@ -22,8 +22,7 @@ import numpy as np
 from narrowgauge._text import listed
 from narrowgauge._version import __version__
 from narrowgauge.recipes import Recipe
-
-from ._compare import Run, Settings, Timing
+from narrowgauge.trainers._compare_run import Run, Settings, Timing
 
 Json = dict[str, Any]
 

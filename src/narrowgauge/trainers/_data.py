@@ -10,19 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.recipes._losses import DEVIATION, MEAN
-
-from ._captions import learned_captions, read_captions
-from ._export import export_tokenizer
-from ._image_loader import ImageLoader
-from ._image_models import ClipSizes, VitSizes
-from ._image_text import ImageClassTask, ImageTextTask
-from ._images import ImageSet, open_images
-from ._language import LanguageTask
-from ._models import preset
-from ._settings import TrainSettings
-from ._task import Task
-from ._text import DataError
-from ._tokens import END_OF_TEXT, OnProgress, open_tokens
+from narrowgauge.trainers._captions import learned_captions, read_captions
+from narrowgauge.trainers._export import export_tokenizer
+from narrowgauge.trainers._image_loader import ImageLoader
+from narrowgauge.trainers._image_models import ClipSizes, VitSizes
+from narrowgauge.trainers._image_text import ImageClassTask, ImageTextTask
+from narrowgauge.trainers._images import ImageSet, open_images
+from narrowgauge.trainers._language import LanguageTask
+from narrowgauge.trainers._models import preset
+from narrowgauge.trainers._settings import TrainSettings
+from narrowgauge.trainers._task import Task
+from narrowgauge.trainers._text import DataError
+from narrowgauge.trainers._tokens import END_OF_TEXT, OnProgress, open_tokens
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,9 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from narrowgauge.storage import Float8Weight
-
-from ._extras import add_unfolded, folded_state, unfolded, unties
-from ._models import SPECIAL, Objective
+from narrowgauge.trainers._extras import add_unfolded, folded_state, unfolded, unties
+from narrowgauge.trainers._models import SPECIAL, Objective
 
 ADDITIONS = "additions.safetensors"
 NEEDS_LOADER = "transformers leaves them out, narrowgauge.trainers.load_model puts them back"

@@ -20,16 +20,23 @@ from torch import Tensor
 from narrowgauge import gauges, recipes
 from narrowgauge._schedule import schedule
 from narrowgauge.recipes import cast
-
-from ._build import Parts, build_parts, plain_model
-from ._data import Opened, open_task
-from ._export import export_model
-from ._flops import peak_flops
-from ._loop import Clock, determinism, fast_products, training_loop
-from ._parallel import ProcessGroup, full_state
-from ._run_folder import GAUGES, Checkpointer, History, begin, find_checkpoint, locked, make_folder
-from ._settings import SettingsError, TrainSettings, refuse_unlike
-from ._task import HeldOut, Step, Task, divided
+from narrowgauge.trainers._build import Parts, build_parts, plain_model
+from narrowgauge.trainers._data import Opened, open_task
+from narrowgauge.trainers._export import export_model
+from narrowgauge.trainers._flops import peak_flops
+from narrowgauge.trainers._loop import Clock, determinism, fast_products, training_loop
+from narrowgauge.trainers._parallel import ProcessGroup, full_state
+from narrowgauge.trainers._run_folder import (
+    GAUGES,
+    Checkpointer,
+    History,
+    begin,
+    find_checkpoint,
+    locked,
+    make_folder,
+)
+from narrowgauge.trainers._settings import SettingsError, TrainSettings, refuse_unlike
+from narrowgauge.trainers._task import HeldOut, Step, Task, divided
 
 
 class Progress(Protocol):

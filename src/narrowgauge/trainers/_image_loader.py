@@ -27,8 +27,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ._images import Picture
-from ._text import DataError
+from narrowgauge.trainers._images import Picture
+from narrowgauge.trainers._text import DataError
 
 _AHEAD = 2  # steps that are decoded before they are asked for
 _TRIES = 32  # images in a row that cannot be decoded before the fault is not the images'

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
-from ._tokens import END_OF_TEXT
+from narrowgauge.trainers._tokens import END_OF_TEXT
 
 if TYPE_CHECKING:
     from transformers import CLIPConfig, CLIPModel, ViTConfig, ViTForImageClassification

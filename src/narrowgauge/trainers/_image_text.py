@@ -24,13 +24,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from narrowgauge.recipes._losses import class_loss, contrast, normalized, pair_rows
-
-from ._captions import Captions
-from ._flops import flops_per_image
-from ._image_loader import ImageLoader
-from ._images import ImageSet
-from ._task import Examples, HeldOut, Step
-from ._text import NAMED, first_few
+from narrowgauge.trainers._captions import Captions
+from narrowgauge.trainers._flops import flops_per_image
+from narrowgauge.trainers._image_loader import ImageLoader
+from narrowgauge.trainers._images import ImageSet
+from narrowgauge.trainers._task import Examples, HeldOut, Step
+from narrowgauge.trainers._text import NAMED, first_few
 
 _TOP = 5
 _PROMPTS = 1024  # captions that the text tower reads at a time

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from ._text import DataError, first_few
+from narrowgauge.trainers._text import DataError, first_few
 
 COLUMNS = "filepath,title"
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._flops import flops_per_token
-from ._models import MASK, SPECIAL, Objective, masked_token_loss, next_token_loss
-from ._task import Examples, HeldOut, Step
-from ._text import DataError
-from ._tokens import TokenizedCorpus, at_least
+from narrowgauge.trainers._flops import flops_per_token
+from narrowgauge.trainers._models import MASK, SPECIAL, Objective, masked_token_loss, next_token_loss
+from narrowgauge.trainers._task import Examples, HeldOut, Step
+from narrowgauge.trainers._text import DataError
+from narrowgauge.trainers._tokens import TokenizedCorpus, at_least
 
 
 class Batches(Iterator[Tensor]):

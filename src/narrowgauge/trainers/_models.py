@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ._image_models import IMAGE_PRESETS, ImageObjective, ImageSizes
-from ._tokens import END_OF_TEXT, at_least
+from narrowgauge.trainers._image_models import IMAGE_PRESETS, ImageObjective, ImageSizes
+from narrowgauge.trainers._tokens import END_OF_TEXT, at_least
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from ._image_models import ClipSizes, VitSizes, clip_configuration, vit_configuration
-from ._models import ModelError, configuration, preset, presets
-from ._tokens import END_OF_TEXT
+from narrowgauge.trainers._image_models import ClipSizes, VitSizes, clip_configuration, vit_configuration
+from narrowgauge.trainers._models import ModelError, configuration, preset, presets
+from narrowgauge.trainers._tokens import END_OF_TEXT
 
 TIMM = "timm:"
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmbt]?)", re.IGNORECASE)

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from narrowgauge.recipes._parallel import units
 from narrowgauge.storage import mark_states, marked_states
-
-from ._settings import SettingsError, TrainSettings
+from narrowgauge.trainers._settings import SettingsError, TrainSettings
 
 Result = TypeVar("Result")
 

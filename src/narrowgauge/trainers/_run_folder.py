@@ -35,13 +35,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from narrowgauge import recipes
+from narrowgauge._files import write_whole
 from narrowgauge.distributed import DamagedCheckpointError, latest_checkpoint, load_checkpoint, save_checkpoint
 from narrowgauge.recipes import Adapt, FittedRecipe
-
-from ._build import Parts
-from ._earlier import set_aside
-from ._parallel import ProcessGroup
-from ._settings import (
+from narrowgauge.trainers._build import Parts
+from narrowgauge.trainers._earlier import set_aside
+from narrowgauge.trainers._parallel import ProcessGroup
+from narrowgauge.trainers._settings import (
     SettingsError,
     TrainSettings,
     config_text,
@@ -50,7 +50,7 @@ from ._settings import (
     other_course,
     refuse_others,
 )
-from ._task import Task
+from narrowgauge.trainers._task import Task
 
 GAUGES = "gauges.jsonl"
 HISTORY = "history.jsonl"
@@ -158,9 +158,7 @@ def begin(settings: TrainSettings, checkpoint: Path | None, changes: Sequence[st
         kept = set_aside(settings.out, [*(path.name for path in written), CONFIG, *[RECIPE] * fitted])
     if isinstance(settings.chosen, FittedRecipe):
         settings = replace(settings, recipe=str(settings.chosen.save(settings.out / RECIPE)))
-    aside = settings.out / f".{CONFIG}.new"
-    aside.write_text(config_text(settings, changes), encoding="utf-8")
-    aside.replace(settings.out / CONFIG)
+    write_whole(settings.out / CONFIG, config_text(settings, changes))
     return kept
 
 
@@ -295,9 +293,7 @@ class History:
             return
         path = folder / HISTORY
         kept = [record for record in read_history(path) if record["step"] <= after]
-        aside = folder / f".{HISTORY}.new"
-        aside.write_text("".join(map(_line, kept)), encoding="utf-8")
-        aside.replace(path)
+        write_whole(path, "".join(map(_line, kept)))
         self._file = path.open("a", encoding="utf-8")
 
     def add(self, **record: Any) -> None:

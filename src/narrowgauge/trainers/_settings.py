@@ -27,10 +27,9 @@ from narrowgauge._schedule import SCHEDULES
 from narrowgauge.linear import LinearPlan, named_plan
 from narrowgauge.linear._quantize import FORMATS as HELD_IN
 from narrowgauge.recipes import FittedRecipe, Recipe
-
-from ._export import ADDITIONS, NEEDS_LOADER
-from ._images import COLUMNS
-from ._models import preset
+from narrowgauge.trainers._export import ADDITIONS, NEEDS_LOADER
+from narrowgauge.trainers._images import COLUMNS
+from narrowgauge.trainers._models import preset
 
 _ALL = ("causal", "masked", "contrastive", "classes")
 # Options that only some kinds of models take; with the others they must be at their defaults.
@@ -47,70 +46,70 @@ class SettingsError(ValueError):
     """An option has a value that it cannot have; the message is one line that names it."""
 
 
-def _option(default: Any, help: str, must_be: str = "", good: Callable[[Any], bool] = lambda value: True) -> Any:
+def option(default: Any, help: str, must_be: str = "", good: Callable[[Any], bool] = lambda value: True) -> Any:
     return field(default=default, metadata={"help": help, "must be": must_be, "good": good})
 
 
-def _count(default: int, help: str, least: int) -> Any:
-    return _option(default, help, f"an integer from {least} to 2^31 - 1", lambda value: least <= value < 2**31)
+def count(default: int, help: str, least: int) -> Any:
+    return option(default, help, f"an integer from {least} to 2^31 - 1", lambda value: least <= value < 2**31)
 
 
 def _choice(default: str, help: str, *choices: str) -> Any:
-    return _option(default, help, f"one of {', '.join(choices)}", lambda value: value in choices)
+    return option(default, help, f"one of {', '.join(choices)}", lambda value: value in choices)
 
 
 def _share(default: float | None, help: str) -> Any:
-    return _option(default, help, "a number from 0 to below 1", lambda value: 0 <= value < 1)
+    return option(default, help, "a number from 0 to below 1", lambda value: 0 <= value < 1)
 
 
 def _from_zero(default: float | None, help: str, must_be: str = "a number from 0") -> Any:
-    return _option(default, help, must_be, lambda value: 0 <= value < math.inf)
+    return option(default, help, must_be, lambda value: 0 <= value < math.inf)
 
 
 @dataclass(frozen=True)
 class TrainSettings:
     """Everything that a run depends on; each field's ``help`` says what it is."""
 
-    data: Path | None = _option(None, "Text: a file, a folder, prepared tokens. Images: a CSV, tar files, classes.")
-    out: Path = _option(Path("runs/train"), "The run's folder, and at the end the model's.")
-    model: str = _option("mini", "Model preset.")
-    recipe: str = _option("adamw8bit-split8", "Recipe: a name, or A, B, C, D, D-MW, or the file of a fitted one.")
-    steps: int = _count(1000, "Optimizer steps.", 1)
-    batch: int = _count(16, "Windows, or images, a step.", 1)
-    accumulate: int = _count(1, "Parts that a step's windows, or images, are divided into, one after the other.", 1)
-    sequence: int = _count(128, "Tokens a window, or at most of a caption.", 3)
-    vocabulary: int | None = _option(
+    data: Path | None = option(None, "Text: a file, a folder, prepared tokens. Images: a CSV, tar files, classes.")
+    out: Path = option(Path("runs/train"), "The run's folder, and at the end the model's.")
+    model: str = option("mini", "Model preset.")
+    recipe: str = option("adamw8bit-split8", "Recipe: a name, or A, B, C, D, D-MW, or the file of a fitted one.")
+    steps: int = count(1000, "Optimizer steps.", 1)
+    batch: int = count(16, "Windows, or images, a step.", 1)
+    accumulate: int = count(1, "Parts that a step's windows, or images, are divided into, one after the other.", 1)
+    sequence: int = count(128, "Tokens a window, or at most of a caption.", 3)
+    vocabulary: int | None = option(
         None, "Tokens of the byte-level BPE; of prepared ones theirs, else 4096.",
         "an integer from 256 to 2^20", lambda value: 256 <= value <= 2**20,
     )  # fmt: skip
-    validation_data: Path | None = _option(None, "Images to validate on; none: a part of --data.")
-    columns: str = _option(
+    validation_data: Path | None = option(None, "Images to validate on; none: a part of --data.")
+    columns: str = option(
         COLUMNS, "Columns of a CSV: paths of images and captions.",
         "two names with a comma between them", lambda value: len([*filter(str.strip, value.split(","))]) == 2,
     )  # fmt: skip
-    seed: int = _count(0, "Of weights, batches and stochastic rounding.", 0)
-    lr: float = _option(
+    seed: int = count(0, "Of weights, batches and stochastic rounding.", 0)
+    lr: float = option(
         3e-4, "Learning rate, at its highest.", "a number above 0", lambda value: 0 < value < math.inf
     )
     schedule: str = _choice("cosine", "After the warm-up: constant, linear or cosine.", *SCHEDULES)
-    warmup: int = _count(100, "Steps over which the learning rate rises.", 0)
-    final_lr: float = _option(
+    warmup: int = count(100, "Steps over which the learning rate rises.", 0)
+    final_lr: float = option(
         0.1, "Where linear and cosine end, as a share of --lr.",
         "a number from 0 to 1", lambda value: 0 <= value <= 1,
     )  # fmt: skip
     beta1: float = _share(0.9, "Decay rate of the first moment.")
     beta2: float = _share(0.95, "Decay rate of the second moment.")
-    beta2_schedule: float | None = _option(
+    beta2_schedule: float | None = option(
         None, "lambda of beta2 = 1 - step^-lambda, in place of --beta2.",
         "a number above 0, at most 1", lambda value: 0 < value <= 1,
     )  # fmt: skip
     eps: float | None = _from_zero(None, "Added to the root of the second moment.")
     weight_decay: float = _from_zero(0.1, "Decoupled weight decay.")
-    decay_all: bool = _option(False, "Decay norms and biases too.")
+    decay_all: bool = option(False, "Decay norms and biases too.")
     clip: float = _from_zero(
         1.0, "Norm of all gradients together at most; 0 for no clipping.", "a number above 0, or 0 for none"
     )
-    linear: str = _option("none", "Plan of the linear layers, such as SWITCHBACK:e4m3.")
+    linear: str = option("none", "Plan of the linear layers, such as SWITCHBACK:e4m3.")
     hold_activations: str = _choice(
         "none", "What blocks save for the backward pass, in: none, e4m3, e5m2 or int8.", "none", *HELD_IN
     )
@@ -120,33 +119,33 @@ class TrainSettings:
     scaler: str = _choice(
         "none", "Loss scaler: none, dynamic, static or tensor.", "none", "dynamic", "static", "tensor"
     )
-    stable_embedding: bool = _option(False, "A layer norm after the token embedding, Xavier's initialization.")
-    layer_scale: float | None = _option(
+    stable_embedding: bool = option(False, "A layer norm after the token embedding, Xavier's initialization.")
+    layer_scale: float | None = option(
         None, "Learned scales after each branch of a block, from this value.", "a number", math.isfinite
     )
-    kq_norm: bool = _option(False, "Layer norms on queries and keys, head by head.")
+    kq_norm: bool = option(False, "Layer norms on queries and keys, head by head.")
     patch_norm: str = _choice(
         "none", "Layer norm on patches: none, before their embedding, or after.", "none", "before", "after"
     )
     patch_dropout: float = _share(0.0, "Share of the patches of an image that training drops.")
-    max_logit_scale: float = _option(
+    max_logit_scale: float = option(
         100.0, "What CLIP's scale of cosines is at most; 0 for no bound.",
         "a number from 1, or 0 for no bound", lambda value: 1 <= value < math.inf or value == 0,
     )  # fmt: skip
-    crop_scale: float = _option(
+    crop_scale: float = option(
         0.9, "Least share of an image's area in a random crop; 1 for its middle.",
         "a number above 0, at most 1", lambda value: 0 < value <= 1,
     )  # fmt: skip
-    flip: bool = _option(False, "Mirror one image in two.")
-    workers: int | None = _option(
+    flip: bool = option(False, "Mirror one image in two.")
+    workers: int | None = option(
         None, "Threads that decode images; none: one a core, at most 16.",
         "an integer from 1 to 1024", lambda value: 1 <= value <= 1024,
     )  # fmt: skip
     attention: str = _choice("sdpa", "sdpa (flash attention where there is one) or eager.", "sdpa", "eager")
-    gradient_checkpointing: bool = _option(False, "Keep only the inputs of blocks, and compute the rest again.")
-    deterministic: bool = _option(False, "Kernels that give the same bits each time, on a GPU too; slower.")
-    compile: bool = _option(False, "torch.compile the model.")
-    device: str = _option("auto", "cpu, cuda, cuda:1, or auto: a GPU if there is one.")
+    gradient_checkpointing: bool = option(False, "Keep only the inputs of blocks, and compute the rest again.")
+    deterministic: bool = option(False, "Kernels that give the same bits each time, on a GPU too; slower.")
+    compile: bool = option(False, "torch.compile the model.")
+    device: str = option("auto", "cpu, cuda, cuda:1, or auto: a GPU if there is one.")
     parallel: str = _choice(
         "ddp", "How processes of torchrun train together: ddp, or fsdp (sharded).", "ddp", "fsdp"
     )
@@ -154,18 +153,18 @@ class TrainSettings:
         "none", "On the CPU, with the step: none, states (low words too), or gradients as well.",
         "none", "states", "gradients",
     )  # fmt: skip
-    validate_every: int = _count(100, "Steps between validations; 0 for one at the end.", 0)
-    validation_windows: int = _count(64, "Windows of held-out text, or images, to validate on.", 1)
-    log_every: int = _count(10, "Steps between logs of the loss, which wait for the device.", 1)
-    gauges_every: int = _count(10, "Steps between measurements of the gauges; 0 for none.", 0)
-    adapt: bool = _option(False, "Widen storages that lose too much, by the gauges, while training.")
-    adapt_tolerance: float = _option(
+    validate_every: int = count(100, "Steps between validations; 0 for one at the end.", 0)
+    validation_windows: int = count(64, "Windows of held-out text, or images, to validate on.", 1)
+    log_every: int = count(10, "Steps between logs of the loss, which wait for the device.", 1)
+    gauges_every: int = count(10, "Steps between measurements of the gauges; 0 for none.", 0)
+    adapt: bool = option(False, "Widen storages that lose too much, by the gauges, while training.")
+    adapt_tolerance: float = option(
         0.1, "How much of an update or a product rounding may change before --adapt acts.",
         "a number above 0", lambda value: 0 < value < math.inf,
     )  # fmt: skip
-    save_every: int = _count(500, "Steps between checkpoints; 0 for one at the end.", 0)
-    keep: int = _count(2, "Checkpoints that are kept.", 1)
-    resume: str = _option("auto", "auto: where the folder's newest checkpoint ends; no; or a checkpoint.")
+    save_every: int = count(500, "Steps between checkpoints; 0 for one at the end.", 0)
+    keep: int = count(2, "Checkpoints that are kept.", 1)
+    resume: str = option("auto", "auto: where the folder's newest checkpoint ends; no; or a checkpoint.")
 
     def __post_init__(self) -> None:
         for f in fields(self):

@@ -32,12 +32,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ._parallel import ProcessGroup, all_gather
+from narrowgauge.trainers._parallel import ProcessGroup, all_gather
 
 if TYPE_CHECKING:
     from narrowgauge import gauges
-
-    from ._build import Parts
+    from narrowgauge.trainers._build import Parts
 
 Examples = Mapping[str, Tensor]
 """Tensors by name whose first dimension counts the examples."""

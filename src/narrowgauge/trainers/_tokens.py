@@ -21,6 +21,7 @@ checksums. The index is written last and has a checksum of its own: a folder wit
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import functools
 import hashlib
 import json
@@ -41,7 +42,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ._text import Corpus, DataError, Document, load_apart, load_corpus
+from narrowgauge._files import write_whole
+from narrowgauge.trainers._text import Corpus, DataError, Document, load_apart, load_corpus
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -206,7 +208,8 @@ def prepare_tokens(
         names = {path.name for path in out.iterdir()}
         if INDEX in names and is_prepared(out):
             raise ValueError(f"--out must be an empty folder, got {out}, which has prepared tokens already")
-        others = sorted(names - {f"{side}.tokens" for side in _SIDES} - {f".{INDEX}.new"})
+        ours = [f"{side}.tokens" for side in _SIDES] + fnmatch.filter(names, f".{INDEX}.*new")
+        others = sorted(names.difference(ours))
         if others:
             raise ValueError(f"--out must be an empty folder, got {out}, which has {others[0]!r} in it")
     if validation is None:
@@ -375,9 +378,7 @@ def _write(folder: Path, made: TokenizedCorpus, **about: Any) -> dict[str, Any]:
         (folder / f"{side}.tokens").write_bytes(data.tobytes())
         index[side] = {"tokens": len(data), "sha256": _checksums(data)}
     index["sha256"] = _checksum(index)
-    aside = folder / f".{INDEX}.new"
-    aside.write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-    aside.replace(folder / INDEX)
+    write_whole(folder / INDEX, json.dumps(index, indent=1) + "\n")
     return index
 
 

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from narrowgauge.cli._bench._rows import ParameterList, Row, installed_version, parameter_list, rows
 from narrowgauge.cli._bench._shared import Output
 from narrowgauge.cli._bench._timing import copy_speed, time_steps, timed, why
-from narrowgauge.cli._environment import describe_environment, find_device
+from narrowgauge.cli._environment import find_device
 from narrowgauge.cli._files import UsageError
 from narrowgauge.cli._options import BenchOptions, parts
+from narrowgauge.trainers._environment import describe_environment
 
 _WARM = 2  # steps after the first that are not counted
 _EXPLAINED = """\

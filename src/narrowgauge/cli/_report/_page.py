@@ -17,8 +17,8 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
+from narrowgauge._files import write_whole
 from narrowgauge.cli._charts import PALETTE, LineStyle
-from narrowgauge.cli._files import write_whole
 
 # What stands where there is no value.
 MISSING = "—"

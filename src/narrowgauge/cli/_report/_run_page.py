@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from narrowgauge._files import write_whole
 from narrowgauge._text import listed
-from narrowgauge.cli._files import write_whole
 from narrowgauge.cli._report._page import Figure, Table, number, render
 from narrowgauge.cli._report._run_figures import (
     STEPS,

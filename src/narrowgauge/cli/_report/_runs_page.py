@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from narrowgauge._files import write_whole
 from narrowgauge._text import listed
 from narrowgauge.cli._charts import DASHES, SERIES, LineStyle, page_figure, thin
-from narrowgauge.cli._files import write_whole
 from narrowgauge.cli._report._page import MISSING, Figure, Table, number, render
 from narrowgauge.cli._report._run_drawing import curve, settle
 from narrowgauge.cli._report._run_figures import STEPS

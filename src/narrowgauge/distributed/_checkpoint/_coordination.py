@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from ._files import write_file
+from narrowgauge.distributed._checkpoint._files import write_file
 
 Result = TypeVar("Result")
 

@@ -20,8 +20,15 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ._files import is_free, locked, replace_file, sync_folder, write_file
-from ._format import MANIFEST, DamagedCheckpointError, Manifest, open_file, read_manifest, verify_file
+from narrowgauge.distributed._checkpoint._files import is_free, locked, replace_file, sync_folder, write_file
+from narrowgauge.distributed._checkpoint._format import (
+    MANIFEST,
+    DamagedCheckpointError,
+    Manifest,
+    open_file,
+    read_manifest,
+    verify_file,
+)
 
 LATEST = "latest"
 TOKEN = "token"  # locked by the saver as long as it lives

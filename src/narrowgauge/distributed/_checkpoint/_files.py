@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ._format import DTYPE_NAMES
+from narrowgauge.distributed._checkpoint._format import DTYPE_NAMES
 
 _AT_ONCE = 1 << 24  # bytes: small enough to be hashed from the processor's cache
 

@@ -27,14 +27,19 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from narrowgauge.optim._sharded_state import Chunks, whole_state, without_padding
-from narrowgauge.optim._sharding import Shard
-
-from ._coordination import all_ranks, broadcast_from_rank0, ranks
-from ._directory import flaws, newest_whole, open_checkpoint, verified_files
-from ._files import sync_folder
-from ._format import DTYPES, Chunk, DamagedCheckpointError, Manifest, TensorEntry, decode_value, tensor_keys
-from ._state import (
+from narrowgauge.distributed._checkpoint._coordination import all_ranks, broadcast_from_rank0, ranks
+from narrowgauge.distributed._checkpoint._directory import flaws, newest_whole, open_checkpoint, verified_files
+from narrowgauge.distributed._checkpoint._files import sync_folder
+from narrowgauge.distributed._checkpoint._format import (
+    DTYPES,
+    Chunk,
+    DamagedCheckpointError,
+    Manifest,
+    TensorEntry,
+    decode_value,
+    tensor_keys,
+)
+from narrowgauge.distributed._checkpoint._state import (
     BlockKeys,
     block_keys,
     block_sizes,
@@ -53,6 +58,8 @@ from ._state import (
     state_owners,
     without,
 )
+from narrowgauge.optim._sharded_state import Chunks, whole_state, without_padding
+from narrowgauge.optim._sharding import Shard
 
 
 class LoadedCheckpoint(NamedTuple):

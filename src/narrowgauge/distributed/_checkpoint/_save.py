@@ -25,11 +25,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._coordination import FAILED, Ranks, all_ranks, broadcast_from_rank0, ranks, report_failure, wait_for
-from ._directory import TOKEN, checkpoints, clear_abandoned, commit, name_of, unfinished_name
-from ._files import Lock, locked, write_file, write_tensors
-from ._format import DTYPE_NAMES, Chunk, Manifest, TensorEntry, parse_entry
-from ._state import local_chunk, snapshot, writes
+from narrowgauge.distributed._checkpoint._coordination import (
+    FAILED,
+    Ranks,
+    all_ranks,
+    broadcast_from_rank0,
+    ranks,
+    report_failure,
+    wait_for,
+)
+from narrowgauge.distributed._checkpoint._directory import (
+    TOKEN,
+    checkpoints,
+    clear_abandoned,
+    commit,
+    name_of,
+    unfinished_name,
+)
+from narrowgauge.distributed._checkpoint._files import Lock, locked, write_file, write_tensors
+from narrowgauge.distributed._checkpoint._format import DTYPE_NAMES, Chunk, Manifest, TensorEntry, parse_entry
+from narrowgauge.distributed._checkpoint._state import local_chunk, snapshot, writes
 
 
 class PendingCheckpoint:

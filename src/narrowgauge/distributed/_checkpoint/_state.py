@@ -24,14 +24,19 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from narrowgauge._module_names import clean_name, unwrap_model
+from narrowgauge.distributed._checkpoint._format import (
+    DTYPE_NAMES,
+    Manifest,
+    decode_value,
+    encode_value,
+    tensor_keys,
+)
 from narrowgauge.distributed._offload import CPUOffload
 from narrowgauge.optim import NarrowOptimizer, QuantizedGradients
 from narrowgauge.optim._changes import KEPT, STORAGES
 from narrowgauge.optim._plan import unique_names
 from narrowgauge.optim._sharded_state import Chunks, in_blocks
 from narrowgauge.storage import Float8Weight
-
-from ._format import DTYPE_NAMES, Manifest, decode_value, encode_value, tensor_keys
 
 _SCALE, _LOW = ".scale", ".low"  # after the name of a Float8Weight
 # Tensors in blocks of one parameter's state: their keys among the manifest's tensors.

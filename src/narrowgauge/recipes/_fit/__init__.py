@@ -24,15 +24,14 @@ from narrowgauge._schedule import SCHEDULES
 from narrowgauge._schedule import schedule as rate_factor
 from narrowgauge.optim import AdamW, NarrowOptimizer
 from narrowgauge.recipes._choices import TOLERANCE, LayerChoice
+from narrowgauge.recipes._fit._choose import Chosen, TooFewBytesError, for_bytes, free_of
+from narrowgauge.recipes._fit._layers import fit_layers
+from narrowgauge.recipes._fit._multiplies import LayerRecords
+from narrowgauge.recipes._fit._probe import Progress, probe
+from narrowgauge.recipes._fit._replay import FEWEST_STEPS, Replay
+from narrowgauge.recipes._fit._storages import WEIGHTS, Measured
 from narrowgauge.recipes._fitted import FittedRecipe
 from narrowgauge.recipes._recipe import Recipe
-
-from ._choose import Chosen, TooFewBytesError, for_bytes, free_of
-from ._layers import fit_layers
-from ._multiplies import LayerRecords
-from ._probe import Progress, probe
-from ._replay import FEWEST_STEPS, Replay
-from ._storages import WEIGHTS, Measured
 
 _FORMATS = {"none": (), "int8": ("int8",), "e4m3": ("e4m3",), "auto": ("int8", "e4m3")}
 # What rounding in a multiply may add to the gradient of its layer, as a share of the noise of that gradient.

@@ -51,8 +51,7 @@ from torch import Tensor, nn
 
 from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.optim._tracing import elementwise
-
-from ._probe import Sample
+from narrowgauge.recipes._fit._probe import Sample
 
 States = str | Mapping[str, str]
 _LEAST_STEPS, _MOST_STEPS = 200, 2000

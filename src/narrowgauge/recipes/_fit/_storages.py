@@ -15,12 +15,20 @@ from narrowgauge._text import patterns
 from narrowgauge.optim._plan import slot_storages
 from narrowgauge.recipes._bill import against
 from narrowgauge.recipes._choices import Choice, Kept
+from narrowgauge.recipes._fit._choose import (
+    FREE,
+    Candidates,
+    Chosen,
+    alike,
+    bytes_of,
+    frontier,
+    total_noise,
+    within,
+)
+from narrowgauge.recipes._fit._probe import Progress, Sample
+from narrowgauge.recipes._fit._replay import NOTHING, Cost, Replay
 from narrowgauge.recipes._fitted import FittedRecipe
 from narrowgauge.storage import weight_storage
-
-from ._choose import FREE, Candidates, Chosen, alike, bytes_of, frontier, total_noise, within
-from ._probe import Progress, Sample
-from ._replay import NOTHING, Cost, Replay
 
 # Weight storages by the recipe's dtype, the narrowest first. `expansion` takes the bytes of `split`, which loses
 # less. Small parameters have the last two alone: their bytes are next to nothing, and gains that never move stop a
