@@ -66,7 +66,7 @@ def run(folder: Path, rank: int, world: int, steps: int, die_at: int = 0, store:
         if world > 1:
             # gloo does not always see that the other process was killed.
             patience = timedelta(seconds=20)
-            dist.init_process_group("gloo", patience, rank=rank, world_size=world, init_method=f"file://{store}")
+            dist.init_process_group("gloo", f"file://{store}", patience, world, rank)
         net, optimizer = made(KIND)
         model = DistributedDataParallel(net) if world > 1 else net
         path, step = latest_checkpoint(folder / "run"), 0
