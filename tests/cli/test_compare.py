@@ -18,6 +18,8 @@ from forked import Command
 from narrowgauge import __version__
 from narrowgauge.cli import main
 from narrowgauge.trainers import _compare, prepare_tokens
+from narrowgauge.trainers._parallel import ALONE
+from narrowgauge.trainers._run_folder import locked
 
 pytestmark = pytest.mark.usefixtures("surroundings")
 
@@ -239,6 +241,16 @@ def test_bad_input_is_one_clear_line_and_status_2(
     assert printed.err.count("\n") == 1
     assert "Traceback" not in printed.err + printed.out
     assert not (tmp_path / "out" / "results.json").exists()
+
+
+def test_a_second_comparison_in_a_folder_is_refused_while_the_first_one_runs(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with locked(tmp_path, ALONE):
+        assert compare("--data", text, "--out", tmp_path, "--steps", 1) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "--out must be a folder that no other run writes into" in said
 
 
 def test_several_processes_are_refused(

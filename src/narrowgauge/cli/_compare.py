@@ -26,6 +26,8 @@ from narrowgauge.trainers import CompareProgress, Comparison, Run, TokenizedCorp
 from narrowgauge.trainers._compare import check_settings, named_recipes, outcome
 from narrowgauge.trainers._compare_table import legend, tables
 from narrowgauge.trainers._earlier import set_aside
+from narrowgauge.trainers._parallel import ALONE
+from narrowgauge.trainers._run_folder import locked
 from narrowgauge.trainers._tokens import is_prepared
 
 _SIZE = 2**31 - 1
@@ -49,8 +51,15 @@ def compare(options: CompareOptions, command: str) -> int:
         cases what was complete is written all the same.
     """
     refuse_processes("compare")
-    with user_input():
-        device = _check(options)
+    with contextlib.ExitStack() as stack:
+        with user_input():
+            device = _check(options)
+            stack.enter_context(locked(options.out, ALONE))
+        return _compared(options, device, command)
+
+
+def _compared(options: CompareOptions, device: torch.device, command: str) -> int:
+    """Train all, in a folder that no other run writes into."""
     threads = torch.get_num_threads()
     torch.set_num_threads(options.threads or threads)
     record, status = Record(options), 0
