@@ -12,10 +12,12 @@ the reference, each run of its row gets a row of its own: it would dominate the 
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from studies.at_scale.run import PACKAGES, REFERENCE, best_rate
@@ -100,6 +102,19 @@ def margin_at(results: Results, runs: int, share: float) -> float | None:
     """What the mean of so many differences after a share of the tokens has to exceed."""
     deviation = readings.chance(apart_at(results, name, share) for name in names(results, REFERENCE))
     return readings.margin(deviation, runs)
+
+
+def by_chance(two: int, one: int) -> tuple[float, float]:
+    """How often chance makes a row of two runs "apart", and one of all rows, if all runs vary alike.
+
+    Simulated, with so many rows of two runs and of one beside the same two runs of the reference.
+    """
+    noise = np.random.default_rng(0).standard_normal((100_000, two + one + 1, 2))
+    apart = noise[:, :-1] - noise[:, -1:]
+    deviation = np.sqrt(apart[:, :two].var(2, ddof=1).sum(1, keepdims=True) / two)
+    pairs = abs(apart[:, :two].mean(2)) > readings.CERTAIN * deviation / math.sqrt(2)
+    single = abs(apart[:, two:, 0]) > readings.CERTAIN * deviation
+    return float(pairs.mean()), float((pairs.any(1) | single.any(1)).mean())
 
 
 def verdict(results: Results, name: str) -> str:
@@ -352,6 +367,8 @@ def facts(results: Results) -> dict[str, str]:
         rest = readings.chance(each for each in apart if len(each) > 1 and max(each) - min(each) < max(spread))
         if rest is not None:
             named |= {"deviation_rest": f"{rest:.4f}", "margin_rest": f"{readings.margin(rest, 2):.4f}"}
+        each, any_of = by_chance(len(spread), sum(len(one) == 1 for one in apart))
+        named |= {"chance_two": f"{1 / each:.0f}", "chance_any": f"{1 / any_of:.0f}"}
         named |= {"margin_two": f"{found.margin(2):.4f}", "margin_one": f"{found.margin(1):.4f}"}
     named |= {"early_above": f"{max(early):.2f}", "early_below": f"{-min(early):.2f}"}
     for name in names(results):

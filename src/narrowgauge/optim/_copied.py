@@ -2,8 +2,8 @@
 
 Kernels walk through a parameter in row-major order, as blocks of 8-bit states and random bits are defined. Tensors
 in another order are copied for the time of one step: parameter and gradient, and states that are not contiguous
-themselves. The kernels step the copies, and the results are copied back. On a CPU such a step takes 2.7 times as
-long as that of contiguous tensors; by eager torch, which takes any strides, it takes 50 times as long.
+themselves. The kernels step the copies, and the results are copied back. Eager torch takes any strides, and many
+times as long (docs/decisions/cpu-step-memory.md).
 """
 
 from __future__ import annotations

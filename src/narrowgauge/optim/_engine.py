@@ -224,23 +224,25 @@ class Engine:
             triton = TritonSteps(mine, factor, measured)  # type: ignore[arg-type]
             triton.upload()
             lists.append(triton)
-            steps = self._rest(params, steps, mine, triton)
+            steps = self._rest(params, steps, mine, triton.left)
         if "c" in self.backends and (mine := [s for s in steps if s.param.is_cpu and not s.plan.strict]):
             compiled = CSteps(mine, factor != "", measured)
             if compiled.steps:
                 lists.append(compiled)
-            steps = self._rest(params, steps, mine, compiled)
+            steps = self._rest(params, steps, mine, compiled.left)
         return [*lists, *map(eager, _by_device(steps))]
 
     def _rest(
-        self, params: list[Tensor], steps: list[ParamStep], mine: list[ParamStep], some: Any
+        self, params: list[Tensor], steps: list[ParamStep], mine: list[ParamStep], left: Mapping[int, str]
     ) -> list[ParamStep]:
-        """The steps that a list has not taken, and for `describe()` why it left those that it was given."""
+        """The steps without those that a list has taken of its own; `left` says why it left others, by position."""
+        taken = set()
         for position, step in enumerate(mine):
             self._left.pop(params[step.index], None)
-            if position in some.left:
-                self._left[params[step.index]] = step.plan, some.left[position]
-        taken = {id(step) for step in some.steps}
+            if position in left:
+                self._left[params[step.index]] = step.plan, left[position]
+            else:
+                taken.add(id(step))
         return [step for step in steps if id(step) not in taken]
 
     def _copies(self, step: ParamStep) -> bool:
