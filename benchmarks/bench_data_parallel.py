@@ -8,7 +8,8 @@ checkpoint's bytes and seconds. `studies/scale.py` sets its calculation beside t
 the model is compiled, in every row.
 
 All rows are made first. Then they are timed in turns, since a host changes within minutes; `step_ms` is the median
-round, `step_ms_range` the least and the greatest.
+round, `step_ms_range` the least and the greatest. What a step sends is counted last: once a compiled block has run
+under a mode that counts, torch runs it eagerly ever after.
 
     torchrun --nproc-per-node 4 benchmarks/bench_data_parallel.py [--model gpt2-medium] [--compile] [--json FILE]
 """
@@ -111,8 +112,8 @@ def bandwidth(device: torch.device, repeats: int) -> float:
 
 def made(
     name: str, settings: TrainSettings, vocabulary: int, device: torch.device, mode: str | None
-) -> tuple[Callable[[], None], dict[str, Any]]:
-    """A row's step, and what is measured of it once: bytes, and a checkpoint."""
+) -> tuple[Callable[[], None], dict[str, Any], Callable[[], dict[str, Any]]]:
+    """A row's step, what it holds, and a function that counts what it sends and writes a checkpoint."""
     changes, options = ROWS[name]
     cuda = device.type == "cuda"
     others = torch.cuda.memory_allocated(device) if cuda else 0
@@ -142,17 +143,19 @@ def made(
         step()
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    with Sent() as sent:
-        step()
+    step()
     row = {
         "held_bytes": held_bytes(parts),
         "peak_bytes": torch.cuda.max_memory_allocated(device) - others if cuda else None,
-        "sent_bytes": int(sent.bytes),
         "feedback_bytes": 0 if hook is None else hook.memory_bytes(),
     }
-    if together:
-        row |= checkpoint(parts)
-    return step, row
+
+    def counted() -> dict[str, Any]:
+        with Sent() as sent:
+            step()
+        return {"sent_bytes": int(sent.bytes)} | (checkpoint(parts) if together else {})
+
+    return step, row, counted
 
 
 def checkpoint(parts: Parts) -> dict[str, Any]:
@@ -210,14 +213,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     _build.build_model = functools.partial(_copied, functools.cache(_build.build_model))
     torch._dynamo.config.recompile_limit = 2 * len(ROWS)  # rows share the code of a block
     steps: dict[str, Callable[[], None]] = {}
+    counts: dict[str, Callable[[], dict[str, Any]]] = {}
     for name, (changes, _) in ROWS.items():
         if args.only and not any(part in name for part in args.only.split(",")):
             continue
         settings = TrainSettings(**(given | changes))
-        steps[name], row = made(name, settings, args.vocabulary, device, args.compile)
+        steps[name], row, counts[name] = made(name, settings, args.vocabulary, device, args.compile)
         results["rows"][name] = {"recipe": settings.recipe, **row}
-        if first:
-            print(f"{name:34}" + ", ".join(_said(*cell) for cell in row.items()), flush=True)
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(args.rounds):
         for name, step in steps.items():
@@ -229,10 +231,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             }  # fmt: skip
         if first:
             save(args.json, results)  # round by round: a call that is cut off leaves what it has
+    for name, counted in counts.items():
+        results["rows"][name] |= counted()
+        if first:
+            cells = ", ".join(_said(*cell) for cell in results["rows"][name].items() if isinstance(cell[1], float | int))
+            print(f"{name:34}{min(times[name]):.1f} to {max(times[name]):.1f} ms; {cells}", flush=True)
     if first:
-        for name, each in times.items():
-            print(f"{name:34}{median(each):.1f} ms ({min(each):.1f} to {max(each):.1f})", flush=True)
-    if first:
+        save(args.json, results)
         model = build_parts(TrainSettings(**given), args.vocabulary, torch.device("cpu")).model
         results["shapes"] = [list(p.shape) for p in model.parameters()]
         layers = sum(p.numel() for block in itertools.chain(*units(model)) for p in block.parameters())

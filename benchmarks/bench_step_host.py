@@ -112,6 +112,7 @@ def main() -> None:
             found[name].append(microseconds(optimizer, device, args.steps))
     where = torch.cuda.get_device_name() if on_gpu else "no GPU: launches are left out"
     print(f"{len(shapes)} tensors; torch {torch.__version__}, {where}")
+    environment = {"torch": torch.__version__, "device": where}
     results: dict[str, Any] = {}
     for name, times in found.items():
         in_a_row, alone = map(statistics.median, zip(*times, strict=True))
@@ -124,8 +125,7 @@ def main() -> None:
             profile = cProfile.Profile()
             profile.runcall(lambda step=optimizers[name].step: [step() for _ in range(args.steps)])
             pstats.Stats(profile).sort_stats("tottime").print_stats(25)
-    environment = {"torch": torch.__version__, "device": where}
-    save(args.json, {"environment": environment, "command": command(), "tensors": len(shapes), "rows": results})
+        save(args.json, {"environment": environment, "command": command(), "tensors": len(shapes), "rows": results})
 
 
 if __name__ == "__main__":
