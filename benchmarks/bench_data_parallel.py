@@ -232,10 +232,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         if first:
             save(args.json, results)  # round by round: a call that is cut off leaves what it has
     for name, counted in counts.items():
-        results["rows"][name] |= counted()
+        row = counted()
+        results["rows"][name] |= row
         if first:
-            cells = ", ".join(_said(*cell) for cell in results["rows"][name].items() if isinstance(cell[1], float | int))
-            print(f"{name:34}{min(times[name]):.1f} to {max(times[name]):.1f} ms; {cells}", flush=True)
+            each, cells = times[name], ", ".join(_said(*cell) for cell in row.items())
+            print(f"{name:26}{median(each):.1f} ms ({min(each):.1f} to {max(each):.1f}), {cells}", flush=True)
     if first:
         save(args.json, results)
         model = build_parts(TrainSettings(**given), args.vocabulary, torch.device("cpu")).model
@@ -251,9 +252,7 @@ def _copied(build: Any, *arguments: Any, **options: Any) -> Any:
     return copy.deepcopy(build(*arguments, **options))
 
 
-def _said(name: str, value: float | None) -> str:
-    if value is None:
-        return f"{name} -"
+def _said(name: str, value: float) -> str:
     return f"{name} {value:,.0f}" if value >= 1000 else f"{name} {value:.4g}"
 
 
