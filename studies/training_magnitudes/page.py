@@ -14,7 +14,7 @@ from studies.shared.pictures import INK, Line
 from studies.shared.tables import Results, fill_in, per, significant, table
 from studies.training_magnitudes.run import MODELS
 
-DECAY = 0.9  # of the moving average, as `LinearPlan.with_moving_average` has it
+DECAY = 0.9  # of the moving average: the default of `LinearPlan.with_moving_average`
 GRADIENT, FEATURES = "feed-forward gradient", ("first block", "last block")
 Ratios = Callable[[str], list[float]]
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from narrowgauge.optim import AdamW
 from narrowgauge.recipes._parallel import units
+from narrowgauge.trainers._task import to_device
 from studies.shared import language, options
 from studies.shared.language import Setting
 from studies.shared.resumable import carry_out
@@ -77,7 +78,7 @@ def run(task: Task, plan: Plan) -> Result:
     for number in range(1, setting.steps + 1):
         language.set_rate(optimizer, setting.rate(number))
         optimizer.zero_grad()
-        loss = examples.loss(model, language.moved(examples.draw(), setting.device))
+        loss = examples.loss(model, to_device(examples.draw(), torch.device(setting.device)))
         torch.autograd.backward(loss)
         looker.gradients(loss)
         if number % plan.every == 0:

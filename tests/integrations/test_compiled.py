@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from narrowgauge import optim
-from narrowgauge.trainers._memory import peak_memory
+from narrowgauge.trainers._compare_run import peak_memory
 
 OPTIONS = {"lr": 0.01, "weights": "split8", "min_quantized_size": 0}
 

@@ -214,7 +214,7 @@ def test_autocast_and_one_graph() -> None:
     assert torch.equal(compiled(x, x, x, attn_mask=mask)[0], narrow(x, x, x, attn_mask=mask)[0])
 
 
-def test_a_hint_needs_its_mask_and_nested_tensors_are_refused() -> None:
+def test_a_hint_needs_its_mask() -> None:
     twin = swapped(nn.MultiheadAttention(DIM, HEADS, batch_first=True))
     x = torch.randn(BATCH, TOKENS, DIM)
     with pytest.raises(RuntimeError, match=r"is_causal must be False without an attn_mask, got True"):
@@ -222,9 +222,23 @@ def test_a_hint_needs_its_mask_and_nested_tensors_are_refused() -> None:
     causal = torch.ones(TOKENS, TOKENS).triu(1).bool()
     hinted = twin(x, x, x, attn_mask=causal, is_causal=True)[0]
     assert torch.equal(hinted, twin(x, x, x, attn_mask=causal)[0])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+def test_nested_tensors_go_where_torch_takes_them() -> None:
+    """An encoder in evaluation makes them of a padding mask, and a hook keeps its layers from their fast path."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(DIM, HEADS, 64, batch_first=True), 2).eval()
+    padding = torch.zeros(2, TOKENS, dtype=torch.bool)
+    padding[0, 3:] = True
+    x = torch.randn(2, TOKENS, DIM)
+    encoder.layers[1].register_forward_hook(lambda *given: None)
+    with torch.no_grad():
+        wanted = encoder(x, src_key_padding_mask=padding)
+        swap_linears(encoder, ng.linear.HIGH_PRECISION)
+        assert torch.allclose(encoder(x, src_key_padding_mask=padding), wanted, atol=1e-5)
     nested = torch.nested.nested_tensor([x[0], x[1, :3]], layout=torch.jagged)
-    with pytest.raises(ValueError, match="must be padded, with a key_padding_mask, got a nested tensor"):
-        twin(nested, nested, nested)
+    with pytest.raises(AssertionError, match="does not support NestedTensor outside of its fast path"):
+        encoder.layers[0].self_attn(nested, nested, nested)
 
 
 WRONG_MASKS = {

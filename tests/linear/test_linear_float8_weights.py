@@ -147,7 +147,7 @@ def test_converting_keeps_parameters_and_says_what_it_leaves() -> None:
     kept = to_float8_weights(model)
     assert kept == {
         "two.weight": "its plan multiplies it in int8, not in e4m3",
-        "tied.weight": "a Embedding has it too",
+        "tied.weight": "another module has it too, of class Embedding",
     }
     for name, p in model.named_parameters():
         assert p is before[name][0]
@@ -157,7 +157,7 @@ def test_converting_keeps_parameters_and_says_what_it_leaves() -> None:
     assert to_float8_weights(model) == kept  # once more changes nothing
     assert torch.equal(twin.one.weight.codes.float(), model.one.weight.codes.float())
     with pytest.raises(
-        ValueError, match=r"model must have linear layers with a float8 plan .* got none; two.weight"
+        ValueError, match=r"model must have a linear layer with a float8 plan .* got none; two.weight"
     ):
         to_float8_weights(nn.ModuleDict({"two": model.two}))
 
@@ -190,3 +190,12 @@ def test_a_compiled_layer_gives_the_numbers_of_an_eager_one() -> None:
         for one in (layer, twin):
             one.weight.mul_(3)
     assert torch.equal(compiled(x), twin(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_layers_of_codes_compile_in_one_graph() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).bfloat16()
+    swap_linears(model, TENSORWISE_FP8)
+    to_float8_weights(model)
+    x = numbers(5, 32)
+    assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))

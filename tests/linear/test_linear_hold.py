@@ -19,7 +19,14 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 from transformers.pytorch_utils import Conv1D
 
 import narrowgauge as ng
-from narrowgauge.linear import SWITCHBACK_M, LowPrecisionLinear, hold_activations, quantize, swap_linears
+from narrowgauge.linear import (
+    SWITCHBACK,
+    SWITCHBACK_M,
+    LowPrecisionLinear,
+    hold_activations,
+    quantize,
+    swap_linears,
+)
 from narrowgauge.linear._hold import _Held
 
 # torch's own, where dynamo traces an autograd function.
@@ -350,6 +357,31 @@ def test_what_cannot_be_held_is_refused() -> None:
     layer.__class__ = type("Sharded", (type(layer),), {})
     with pytest.raises(RuntimeError, match="Sharded must be the class that holding gave"):
         held.undo()
+
+
+def test_a_held_layer_is_not_swapped_and_a_swapped_one_undone_after_it() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    report = swap_linears(model, SWITCHBACK, keep=("1",))
+    held = hold_activations(model)
+    for subclasses in (False, True):
+        again = swap_linears(model, SWITCHBACK, subclasses=subclasses)
+        assert again.kept["1"] == "its activations are held: undo that, swap, and hold them again"
+    with pytest.raises(RuntimeError, match=r"^'0' must not hold its activations to be undone: first call"):
+        report.undo()
+    held.undo()
+    report.undo()
+    assert [*map(type, model)] == [nn.Linear, nn.Linear]
+
+
+@traced
+def test_what_is_held_may_be_changed_in_place_once_compiled() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Linear(64, 64))
+    x = torch.randn(4, 64)
+    wanted = model(x)
+    hold_activations(model)
+    got = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+    assert torch.equal(got, wanted)
+    got.sum().backward()
 
 
 @traced

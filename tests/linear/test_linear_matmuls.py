@@ -360,11 +360,20 @@ def test_averages_move_in_the_backward_pass_and_give_the_scale() -> None:
     assert averages.tolist() == [4, 0.5, 2]
     # The average before this step is the scale: 8 is beyond it and saturates at 4.
     assert torch.allclose(step(8.0, 6.0), torch.tensor(16.0), rtol=1e-6)
-    assert averages.tolist() == [5, 0.5, 3]
+    assert averages.tolist() == [8, 0.5, 6]  # it rises at once
     assert not step(float("inf"), float("nan")).isfinite().any()
-    assert averages.tolist() == [5, 0.5, 3]
-    step(0.0, 3.0)
-    assert averages.tolist() == [5, 0.5, 3]  # zeros do not move them
+    assert averages.tolist() == [8, 0.5, 6]
+    step(0.0, 2.0)
+    assert averages.tolist() == [8, 0.5, 5]  # and falls slowly; zeros do not move it
+
+
+def test_a_small_first_batch_saturates_one_step() -> None:
+    averages, w = torch.zeros(3), torch.eye(8, requires_grad=True)
+    plan, x = ng.linear.TENSORWISE_FP8.with_moving_average(), torch.ones(2, 8, requires_grad=True)
+    for size, wanted in ((0.0, 0.0), (2.0**-10, 2.0**-10), (1.0, 2.0**-10), (1.0, 1.0)):
+        y = linear(x * size, w, None, plan, averages)
+        y.sum().backward()
+        assert torch.allclose(y, torch.full_like(y, wanted))
 
 
 @pytest.mark.parametrize("saved", ["input", "codes"])
@@ -372,7 +381,7 @@ def test_averages_of_what_the_backward_pass_alone_scales_move_too(saved: str) ->
     by_tensor = EightBit("tensor", "tensor", "e4m3")
     plan = LinearPlan(EightBit("row", "row", "e4m3"), by_tensor, by_tensor, saved=saved).with_moving_average(0.75)
     averages, w = torch.zeros(3), torch.full((4, 8), 0.5, requires_grad=True)
-    for size, moved in ((4.0, [4, 0.5, 2]), (8.0, [5, 0.5, 2])):
+    for size, moved in ((4.0, [4, 0.5, 2]), (8.0, [8, 0.5, 2])):
         w.grad = None
         y = linear(torch.full((2, 8), size, requires_grad=True), w, None, plan, averages)
         y.backward(torch.full_like(y, 2.0))

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -74,8 +75,44 @@ def test_it_is_an_nn_linear() -> None:
     assert (layer.path, made.path) == ("e4m3 simulated", "high precision")
     assert LowPrecisionLinear(3, 4).path == "int8 real"
     assert LowPrecisionLinear(3, 4, plan=ng.linear.SWITCHBACK.simulated()).path == "int8 simulated"
-    with pytest.raises(ValueError, match=r"plan must be a LinearPlan.*, got 'int8'"):
+    layer.set_plan("SWITCHBACK:e4m3")
+    assert layer.plan == ng.linear.SWITCHBACK.with_format("e4m3")
+    assert LowPrecisionLinear(3, 4, plan="LLM_INT8").plan == ng.linear.LLM_INT8
+    with pytest.raises(ValueError, match=r"plan must be a name such as SWITCHBACK.*, got 'int8'"):
         LowPrecisionLinear(3, 4, plan="int8")
+    with pytest.raises(ValueError, match=r"plan must be a LinearPlan.*, got 8"):
+        layer.set_plan(8)
+
+
+def test_a_layer_whose_parameters_are_computed_is_refused() -> None:
+    layers = (
+        nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)), prune.identity(nn.Linear(16, 16), "weight"),
+        prune.identity(nn.Linear(16, 16), "bias"),
+    )  # fmt: skip
+    for layer in layers:
+        with pytest.raises(ValueError, match=r"layer must have parameters of its own, got a .* computed anew$"):
+            LowPrecisionLinear.from_linear(layer)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_the_rows_of_a_nested_tensor_are_computed_together(layout: torch.layout) -> None:
+    layer, rows = LowPrecisionLinear(32, 16, plan=ng.linear.TENSORWISE_FP8), torch.randn(8, 32)
+    wanted = grads(layer, rows)[2:]
+    x = torch.nested.nested_tensor([rows[:3], rows[3:]], layout=layout)
+    y = layer(x)
+    assert y.layout == layout
+    assert torch.equal(torch.cat(list(y.unbind())), layer(rows))
+    layer.zero_grad()
+    weights = torch.linspace(-1, 1, 8 * 16).view(8, 16)
+    (torch.cat(list(y.unbind())) * weights).sum().backward()
+    assert same([p.grad for p in layer.parameters()], wanted)
+    if layout == torch.jagged:
+        assert (y + y).shape == (x[..., :16] + y).shape  # raggedness is the input's
+        heads = torch.nested.nested_tensor([torch.randn(3, 4, 32), torch.randn(5, 4, 32)], layout=layout)
+        for other in (heads.transpose(1, 2), heads.transpose(1, 2).contiguous()):
+            with pytest.raises(ValueError, match=r"input must be contiguous if it is nested"):
+                layer(other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -9,7 +9,8 @@ from functools import partial
 import pytest
 import torch
 from test_linear_matmuls import FORMS, PLANS, run, tensors
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import linear_oracle as oracle
 import narrowgauge as ng
@@ -233,7 +234,20 @@ def test_averages_on_kernels(kernels: str) -> None:
         y = linear(x, w, None, plan, averages)
         y.backward(torch.full_like(y, gradient))
         assert torch.allclose(y, torch.tensor(16.0, device=kernels), rtol=1e-6)  # 8 saturates at 4
-    assert averages.tolist() == [5, 0.5, 3]
+    assert averages.tolist() == [8, 0.5, 6]
+
+
+@pytest.mark.parametrize("name", ["SWITCHBACK", "LLM_INT8", "TENSORWISE_FP8", "BLOCKWISE_FP8", "HIGH_PRECISION"])
+def test_torch_counts_the_operations_of_nn_linear(name: str) -> None:
+    def counted(layer: nn.Module) -> int:
+        x = torch.randn(5, 32, requires_grad=True)
+        with FlopCounterMode(display=False) as counter:
+            layer(x).sum().backward()
+        return counter.get_total_flops()
+
+    wanted = counted(nn.Linear(32, 48))
+    assert wanted == 3 * 2 * 5 * 32 * 48
+    assert counted(LowPrecisionLinear(32, 48, plan=name)) == wanted
 
 
 def test_tuning_takes_sizes_and_a_gpu() -> None:

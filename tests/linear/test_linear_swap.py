@@ -270,6 +270,34 @@ def test_what_it_does_not_take() -> None:
     assert type(model[0]) is nn.Linear
 
 
+def test_a_layer_keeps_attributes_that_a_plan_would_overwrite() -> None:
+    class Routed(nn.Linear):
+        @property
+        def plan(self) -> str:
+            return "mine"
+
+    model = nn.ModuleDict({"plain": nn.Linear(16, 16), "routed": Routed(16, 16), "marked": nn.Linear(16, 16)})
+    model["marked"].path = "mine"
+    report = swap_linears(model, SWITCHBACK)
+    assert report.swapped == ["plain"]
+    assert report.kept == {
+        "routed": "has an attribute 'plan' of its own, which a layer with a plan has too",
+        "marked": "has an attribute 'path' of its own, which a layer with a plan has too",
+    }
+    assert (model["routed"].plan, model["marked"].path) == ("mine", "mine")
+
+
+def test_swapping_nothing_warns_with_the_first_reason() -> None:
+    model = nn.Sequential(nn.ReLU(), nn.Linear(16, 10), nn.Linear(10, 16))
+    for given, why in ((model, r"'1': 10 features, fewer than 16"), (model[0], "it has none")):
+        with pytest.warns(UserWarning, match=f"^swap_linears: no linear layer .* was swapped; {why}$") as caught:
+            swap_linears(given, SWITCHBACK)
+        assert len(caught) == 1
+    assert list(swap_linears(model, SWITCHBACK, keep=("1", "2")).kept) == ["1", "2"]  # as it was told
+    swap_linears(model, SWITCHBACK, min_features=1)
+    assert len(swap_linears(model, SWITCHBACK).kept) == 2  # by the same plan already
+
+
 def test_a_plan_by_its_name() -> None:
     model = nn.Sequential(nn.Linear(16, 16))
     report = swap_linears(model, "SWITCHBACK:e4m3")

@@ -174,7 +174,10 @@ def test_tokens_by_name(measured: Measured) -> None:
     assert [kind.tokens for kind in measured] == [48, 16]
     assert report.swapped == ["visual.0", "text.0"]
     assert report.kept == {"other.0": "not measured: tokens has no name that fits"}
-    with pytest.warns(UserWarning, match="no module of the model is called 'vision'"):
+    with (
+        pytest.warns(UserWarning, match="no module of the model is called 'vision'"),
+        pytest.warns(UserWarning, match="was swapped; 'visual': not measured: tokens has no name that fits"),
+    ):
         swap_linears(nn.ModuleDict({"visual": nn.Linear(16, 16)}), SWITCHBACK, tokens={"vision": 4})
 
 
@@ -193,7 +196,8 @@ def test_what_does_not_fit_into_memory_is_kept(cache: Path, monkeypatch: pytest.
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(_tune, "alternating", full)
-    report = swap_linears(nn.Sequential(nn.Linear(16, 16)), SWITCHBACK, tokens=8)
+    with pytest.warns(UserWarning, match="was swapped; '0': not measured: out of memory at 8 tokens"):
+        report = swap_linears(nn.Sequential(nn.Linear(16, 16)), SWITCHBACK, tokens=8)
     assert report.kept == {"0": "not measured: out of memory at 8 tokens"}
     assert not cache.exists()
 

@@ -330,6 +330,7 @@ def test_words_that_another_weight_replaces_are_noticed() -> None:
     ],
     ids=range(9),
 )
+@pytest.mark.filterwarnings("ignore:swap_linears. no linear layer:UserWarning")
 def test_what_cannot_be_is_refused_by_name(make, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

@@ -383,6 +383,7 @@ ERRORS: dict[str, tuple[Any, str, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:swap_linears. no linear layer:UserWarning")
 @pytest.mark.parametrize(("model", "recipe", "options", "message"), ERRORS.values(), ids=ERRORS)
 def test_bad_input_is_refused_by_name(
     config: Any, model: Any, recipe: str, options: dict[str, Any], message: str

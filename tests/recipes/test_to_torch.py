@@ -131,6 +131,57 @@ def test_swapped_layers_and_tied_weights_become_torchs() -> None:
         assert wide(torch.randn(2, 16)).dtype == torch.float32
 
 
+class Labelled(nn.Linear):
+    """A subclass as models have them."""
+
+
+class Derived(ng.linear.LowPrecisionLinear):
+    """A layer of a user's own, with the same forward pass."""
+
+
+class Doubled(Derived):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+@pytest.mark.parametrize(("kind", "former"), [(nn.Linear, nn.Linear), (Labelled, Labelled), (Derived, nn.Linear)])
+@pytest.mark.parametrize("then", ["", "weight_norm", "spectral_norm"])
+def test_layers_have_the_class_that_they_had_before_a_plan(kind: Any, former: Any, then: str) -> None:
+    model = nn.Sequential(kind(16, 32), nn.Linear(32, 16))
+    ng.linear.swap_linears(model, ng.linear.HIGH_PRECISION)
+    model[0].set_plan(ng.linear.HIGH_PRECISION)
+    if then:
+        getattr(nn.utils.parametrizations, then)(model[0])
+    optimizer = made(model, "AdamW", lr=1e-3)
+    train(model, optimizer, range(2))
+    before = type(model[0])
+    wide, _ = ng.to_torch(model, optimizer)
+    x = torch.randn(2, 16)
+    assert torch.equal(wide.eval()(x), model.eval()(x))
+    assert type(model[0]) is before
+    if then:
+        assert type(wide[0]).__bases__ == (former,)
+        nn.utils.parametrize.remove_parametrizations(wide[0], "weight")
+    assert type(wide[0]) is former
+
+
+def test_transformers_conv1d_is_its_class_again() -> None:
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    model = nn.Sequential(conv1d(32, 16))
+    ng.linear.swap_linears(model, ng.linear.SWITCHBACK)
+    wide, _ = ng.to_torch(model, made(model, "AdamW"))
+    assert type(wide[0]) is conv1d
+    assert wide(torch.randn(2, 16)).shape == (2, 32)
+
+
+def test_a_layer_with_a_forward_of_its_own_has_no_class_of_torch() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), Doubled(32, 16))
+    ng.linear.swap_linears(model, ng.linear.SWITCHBACK)
+    optimizer = made(model, "AdamW")
+    with pytest.raises(ValueError, match=r"^model must .*; '1' is a Doubled, which has a forward of its own$"):
+        ng.to_torch(model, optimizer)
+
+
 def test_what_torch_has_not_is_named() -> None:
     model = net()
     with pytest.raises(ValueError, match=r"torch\.optim has no Lion"):

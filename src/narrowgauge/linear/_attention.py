@@ -20,12 +20,14 @@ class LowPrecisionMultiheadAttention(PlannedModule, nn.MultiheadAttention):
     """`nn.MultiheadAttention` whose projections follow a plan.
 
     `swap_linears` makes it from an `nn.MultiheadAttention`; attributes, parameters, arguments and results are the
-    same. Attention itself is computed in high precision. Moving averages are a buffer (3, 3) that is not saved: a
-    row for each projection, or the first row if one multiply does all three.
+    same. Attention itself is computed in high precision; of nested tensors torch computes all, on its fast path.
+    Moving averages are a buffer (3, 3) that is not saved: a row for each projection, or the first row if one
+    multiply does all three.
 
     Raises:
-        ValueError: for nested tensors, and masks of other shapes, or neither bool nor floats.
+        ValueError: for masks of other shapes, or neither bool nor floats.
         RuntimeError: for `is_causal` without an `attn_mask`, as torch's does.
+        AssertionError: for nested tensors where torch's has no fast path for them.
 
     Source: Wortsman et al. 2023, Section 2.2.1 (query, key, value and out projection).
     """
@@ -44,8 +46,10 @@ class LowPrecisionMultiheadAttention(PlannedModule, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        if query.is_nested or key.is_nested or value.is_nested:
-            raise ValueError("query, key, value must be padded, with a key_padding_mask, got a nested tensor")
+        if query.is_nested or key.is_nested or value.is_nested:  # torch's fast path, or torch's error
+            return super().forward(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
         if is_causal and attn_mask is None:
             raise RuntimeError(
                 "is_causal must be False without an attn_mask, got True: it is a hint about the mask"

@@ -41,8 +41,8 @@ def to_float8_weights(model: nn.Module) -> dict[str, str]:
             kept[name] = reason
     converted = [p for p in chosen if not isinstance(p, Float8Weight)]
     if not chosen:
-        why = f"; {next(iter(kept))}: {next(iter(kept.values()))}" if kept else ""
-        raise ValueError(f"model must have linear layers with a float8 plan for weights='fp8split8', got none{why}")
+        why = next((f"; {name}: {reason}" for name, reason in kept.items()), "")
+        raise ValueError(f"model must have a linear layer with a float8 plan and its own weight, got none{why}")
     for p in converted:
         become(p, Float8Weight.of(p))
     return kept
@@ -75,5 +75,5 @@ def _reason(p: Tensor, plan: LinearPlan, others: list[nn.Module]) -> str | None:
     if hasattr(p, "to_local"):
         return "it is sharded"
     if others:
-        return f"a {type(others[0]).__name__} has it too"
+        return f"another module has it too, of class {type(others[0]).__name__}"
     return None

@@ -45,7 +45,7 @@ def linear(
     """`torch.nn.functional.linear` by a plan.
 
     Args:
-        input: (..., in_features).
+        input: (..., in_features); nested tensors too.
         weight: (out_features, in_features), of input's dtype unless autocast is on.
         bias: (out_features,) or None.
         plan: the plan.
@@ -60,6 +60,8 @@ def linear(
             that are missing or that the plan does not use.
         RuntimeError: when the gradient is differentiated: rounding has no derivative.
     """
+    if input.is_nested:
+        return _nested(input, lambda rows: linear(rows, weight, bias, plan, averages))
     _check(input, weight, bias, plan, averages)
     device = input.device.type
     if _autocast(device) and input.dtype != torch.float64:  # which autocast does not change
@@ -78,6 +80,18 @@ def linear(
     )
     result: Tensor = _Linear.apply(input, weight, bias, plan, averages, wants)  # type: ignore[no-untyped-call]
     return result
+
+
+def _nested(input: Any, run: Callable[[Tensor], Tensor]) -> Tensor:
+    """The rows of a nested tensor, computed together."""
+    if input.layout == torch.jagged:
+        rows = input.values()
+        if not input.is_contiguous() or input.shape[1] == rows.shape[0]:  # as of a transposed one
+            raise ValueError("input must be contiguous if it is nested, and ragged in its second dimension")
+        return torch.nested.nested_tensor_from_jagged(run(rows), input.offsets())
+    parts = input.unbind()
+    rows = torch.split(run(torch.cat(parts)), list(map(len, parts)))
+    return torch.nested.as_nested_tensor(list(rows))
 
 
 def _check(input: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, averages: Tensor | None) -> None:

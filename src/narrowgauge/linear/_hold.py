@@ -44,7 +44,7 @@ from narrowgauge.linear._matmuls import make_schedule
 from narrowgauge.linear._module import LowPrecisionConv1D, PlannedModule, planned_class
 from narrowgauge.linear._ops import operations
 from narrowgauge.linear._quantize import BLOCK, FORMATS, Format
-from narrowgauge.linear._swap import KEEP, matches
+from narrowgauge.linear._swap import KEEP, is_held, matches
 
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 _LEAST = 32  # elements of a row: below, its scale is more than an eighth of its codes
@@ -82,7 +82,7 @@ class HeldActivations:
                 is undone.
         """
         for module in self._modules:
-            if not _is_held(module):
+            if not is_held(module):
                 raise RuntimeError(
                     f"{type(module).__qualname__} must be the class that holding gave: remove first what was "
                     "applied after it"
@@ -172,12 +172,8 @@ def hold_activations(model: nn.Module, format: Format = "e4m3", *, keep: Iterabl
 def release(modules: Iterable[nn.Module]) -> None:
     """Let held modules save as autograd does; others are left alone."""
     for module in modules:
-        if _is_held(module):
+        if is_held(module):
             module.__class__ = vars(type(module))["_was"]
-
-
-def _is_held(module: nn.Module) -> bool:
-    return "_was" in vars(type(module))
 
 
 # Which modules
@@ -425,7 +421,9 @@ class _Instead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, graded: Tensor) -> Tensor:
-        return value.view_as(value)
+        # Not a view to autograd, which refuses in-place changes of views made within a function.
+        same: Tensor = torch.ops.aten._unsafe_view.default(value, value.shape)
+        return same
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor]:

@@ -216,13 +216,17 @@ class Matmuls:
             self.absmax.update(zip(self.schedule.scaled, tensors, strict=True))
 
     def move_averages(self) -> None:
-        """One step of the averages. Zeros, inf and NaN do not move them; the first absmax starts them."""
+        """One step of the averages: at once to a larger absmax, slowly to a smaller one.
+
+        Zeros, inf and NaN do not move them.
+        """
         if self.averages is None:
             return
         new_weight = self.plan.new_weight
         for quantity, pair in self.absmax.items():
             own, average = pair[0], self.averages[_SLOTS[quantity]]
-            moved = torch.where(average > 0, average.lerp(own.to(average.dtype), new_weight), own)
+            latest = own.to(average.dtype)
+            moved = torch.maximum(average.lerp(latest, new_weight), latest)
             average.copy_(torch.where((own > 0) & (own < torch.inf), moved, average))
 
     def _product(self, operands: tuple[Codes, Codes], bias: Tensor | None) -> Tensor:
@@ -282,9 +286,11 @@ class Matmuls:
     def _take_codes(self, operand: Operand, weight: Float8Weight) -> None:
         """The codes that a weight consists of. Its scale is that of each of its rows, columns and tiles, too."""
         straight, transposed = self.schedule.orders[operand]
-        scale = weight.scale.expand(scale_shape(operand.scaling, *weight.shape)).contiguous()
+        # Not `weight.scale`: the compiler would take a weight's attribute for another's, and stop.
+        one = weight.numbers[0]
+        scale = one.expand(scale_shape(operand.scaling, *weight.shape)).contiguous()
         if self.averages is not None and operand.scaling == "tensor":
-            self.absmax[operand.quantity] = (weight.scale * LARGEST_CODE).expand(2).clone()
+            self.absmax[operand.quantity] = (one * LARGEST_CODE).expand(2).clone()
         if straight is not None:
             self.codes[straight] = weight.codes.contiguous(), scale
         if transposed is not None:

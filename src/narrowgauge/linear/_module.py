@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from narrowgauge._arguments import check_instance
 from narrowgauge.linear._function import linear
-from narrowgauge.linear._ops import path
-from narrowgauge.linear._plan import MULTIPLIES, SWITCHBACK, LinearPlan
+from narrowgauge.linear._ops import count_flops, path
+from narrowgauge.linear._plan import MULTIPLIES, SWITCHBACK, LinearPlan, as_plan
 
 _AVERAGES = "absmax_averages"
+COMPUTED = "is parametrized: its weight is computed anew"
 
 
 class PlannedModule(nn.Module):
@@ -24,9 +25,14 @@ class PlannedModule(nn.Module):
     WEIGHT: ClassVar[str] = "weight"  # the name of the parameter that is multiplied
     AVERAGES: ClassVar[tuple[int, ...]] = (3,)  # the shape of the moving averages, for plans with averages
 
-    def set_plan(self, plan: LinearPlan) -> None:
-        """Compute by a plan from now on; a ValueError for anything but a `LinearPlan`."""
-        check_instance("plan", plan, LinearPlan, "narrowgauge.linear.SWITCHBACK")
+    def set_plan(self, plan: LinearPlan | str) -> None:
+        """Compute by a plan, or the one of a name, from now on; moving averages start anew.
+
+        Raises:
+            ValueError: for anything else.
+        """
+        plan = as_plan(plan)
+        count_flops()
         self._drop_averages()
         self.plan = plan
         if plan.tensor_absmax == "average":
@@ -84,12 +90,12 @@ class LowPrecisionLinear(PlannedModule, nn.Linear):
 
     Args:
         in_features, out_features, bias, device, dtype: as `nn.Linear` takes them.
-        plan: a `LinearPlan`.
+        plan: a `LinearPlan`, or its name and format: ``"SWITCHBACK:e4m3"``.
 
     Shapes: (..., in_features) to (..., out_features).
 
     Raises:
-        ValueError: for a `plan` that is no `LinearPlan`.
+        ValueError: for a `plan` that is no `LinearPlan` and not the name of one.
 
     Source: Wortsman et al. 2023, Algorithms 1 and 3 to 5.
     """
@@ -99,7 +105,7 @@ class LowPrecisionLinear(PlannedModule, nn.Linear):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        plan: LinearPlan = SWITCHBACK,
+        plan: LinearPlan | str = SWITCHBACK,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -107,13 +113,16 @@ class LowPrecisionLinear(PlannedModule, nn.Linear):
         self.set_plan(plan)
 
     @classmethod
-    def from_linear(cls, layer: nn.Linear, plan: LinearPlan = SWITCHBACK) -> LowPrecisionLinear:
+    def from_linear(cls, layer: nn.Linear, plan: LinearPlan | str = SWITCHBACK) -> LowPrecisionLinear:
         """A layer with a plan and the parameters of another layer: the same tensors, not copies.
 
         Raises:
-            ValueError: for another layer, or a `plan` that is no `LinearPlan`.
+            ValueError: for another layer, one whose parameters are computed anew (parametrized, pruned), or a
+                `plan` that is no `LinearPlan` and not the name of one.
         """
         check_instance("layer", layer, nn.Linear)
+        if is_computed(layer, "weight") or is_computed(layer, "bias"):
+            raise ValueError(f"layer must have parameters of its own, got a {type(layer).__name__} that {COMPUTED}")
         made = cls(layer.in_features, layer.out_features, layer.bias is not None, plan, device="meta")
         made.weight, made.bias = layer.weight, layer.bias
         made.set_plan(plan)
@@ -124,6 +133,15 @@ class LowPrecisionLinear(PlannedModule, nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, plan={self.plan.title!r}"
+
+
+def is_computed(module: Any, name: str) -> bool:
+    """Whether a parameter is computed anew: by a parametrization, or by torch's older hooks (weight norm, pruning).
+
+    With these hooks it is an attribute, not a parameter.
+    """
+    hooked = module._parameters.get(name) is None and isinstance(getattr(module, name, None), Tensor)
+    return hooked or nn.utils.parametrize.is_parametrized(module)
 
 
 @functools.cache

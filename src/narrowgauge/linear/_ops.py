@@ -556,6 +556,20 @@ dequantize = torch.ops.narrowgauge.dequantize.default
 multiply_codes = torch.ops.narrowgauge.multiply_codes.default
 
 
+@functools.cache
+def count_flops() -> None:
+    """Let torch's `FlopCounterMode` count multiplies in eight bits as those in high precision.
+
+    Called with the first plan of a layer, because the counter's module imports Triton.
+    """
+    from torch.utils.flop_counter import mm_flop, register_flop_formula
+
+    def formula(left: Any, right: Any, *others: Any, **named: Any) -> int:
+        return mm_flop(left, right)
+
+    register_flop_formula(torch.ops.narrowgauge.multiply_codes)(formula)
+
+
 # The operations by operators
 
 

@@ -36,7 +36,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
-from narrowgauge._arguments import Share, check, check_choice
+from narrowgauge._arguments import Share, check, check_choice, check_instance
 from narrowgauge.linear._quantize import BLOCK_SCALINGS, FORMATS, SCALINGS, Format, Scaling
 
 Quantity = Literal["input", "weight", "grad_output"]
@@ -125,8 +125,8 @@ class LinearPlan:
             every device.
         tensor_absmax: where tensor-wise scales come from: ``"step"``, the tensor's own absmax, or
             ``"average"``, a moving average over the backward passes before this one (in the first, the own).
-            Larger elements saturate.
-        decay: of the moving average.
+            Larger elements saturate, once: the average becomes a larger absmax at once.
+        decay: of the moving average, by which it follows smaller ones.
         accumulation: how real float8 is summed: ``"fast"`` in the tensor cores, which keep about 14 bits of each
             addend, or ``"full"`` in float32 after every 128 products. Int8 is exact in both. With scales of blocks
             it is always the latter.
@@ -170,7 +170,7 @@ class LinearPlan:
 
     @property
     def new_weight(self) -> float:
-        """Weight of a new absmax in the moving average: 1 - decay."""
+        """Weight of a smaller absmax in the moving average: 1 - decay."""
         return 1 - (float(self._decay) if torch.compiler.is_compiling() else self.decay)
 
     def operands(self, multiply: Multiply) -> tuple[Operand, Operand] | None:
@@ -215,7 +215,7 @@ class LinearPlan:
         return replace(self, arithmetic="simulated")
 
     def with_moving_average(self, decay: float = 0.9) -> LinearPlan:
-        """The same plan with tensor-wise scales from a moving average of the absmax.
+        """The same plan with tensor-wise scales from a moving average of the absmax, which rises at once.
 
         Source: Wortsman et al. 2023, Section 2.3.
         """
@@ -283,6 +283,13 @@ _NAMED = {
         SWITCHBACK, SWITCHBACK_M, SWITCHBACK_Q, LLM_INT8, TENSORWISE_FP8, BLOCKWISE_FP8, HIGH_PRECISION
     )
 }  # fmt: skip
+
+
+def as_plan(plan: LinearPlan | str) -> LinearPlan:
+    """A plan, or the one of a name, as `named_plan` takes it; a ValueError for anything else."""
+    plan = named_plan(plan) if isinstance(plan, str) else plan
+    check_instance("plan", plan, LinearPlan, "narrowgauge.linear.SWITCHBACK")
+    return plan
 
 
 def named_plan(text: str) -> LinearPlan:

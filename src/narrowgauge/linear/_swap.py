@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import sys
 import warnings
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,11 +22,18 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
-from narrowgauge._arguments import Flag, Size, check, check_instance
+from narrowgauge._arguments import Flag, Size, check
 from narrowgauge._module_names import clean_name
 from narrowgauge.linear._attention import LowPrecisionMultiheadAttention
-from narrowgauge.linear._module import LowPrecisionConv1D, LowPrecisionLinear, PlannedModule, planned_class
-from narrowgauge.linear._plan import LinearPlan, named_plan
+from narrowgauge.linear._module import (
+    COMPUTED,
+    LowPrecisionConv1D,
+    LowPrecisionLinear,
+    PlannedModule,
+    is_computed,
+    planned_class,
+)
+from narrowgauge.linear._plan import LinearPlan, as_plan
 from narrowgauge.linear._tune import LayerKind, speedups
 
 KEEP = ("lm_head",)
@@ -34,7 +42,9 @@ _DEFAULT = (*KEEP, ADAPTERS)
 _LEAST = 16  # features
 # In transformers models. They stay in high precision: their noise would be the loss's.
 _HEADS = ("lm_head", "cls", "visual_projection", "text_projection", "classifier")
+_NAMED, _MEASURED = "named in keep", "measured"
 READ_BY_ATTENTION = "nn.MultiheadAttention reads its weight, not its output"
+_OWN = {"plan", *vars(PlannedModule)} - set(dir(nn.Module))  # names that a plan adds to a layer
 _READ_WITH_BIASES = "its attention reads its weight, not its output (qkv_bias_separate=True would call it)"
 
 
@@ -73,10 +83,15 @@ class SwapReport:
         """Restore the layers' classes; their parameters stay as trained.
 
         Raises:
-            RuntimeError: if a layer's class has changed since, by a parametrization or `fully_shard`; then nothing
-                is undone.
+            RuntimeError: if a layer's class has changed since, by a parametrization, `hold_activations` or
+                `fully_shard`; then nothing is undone.
         """
         for one in self._undo:
+            if is_held(one.layer):
+                raise RuntimeError(
+                    f"{one.name!r} must not hold its activations to be undone: first call undo() of what "
+                    "hold_activations returned"
+                )
             if type(one.layer) is not one.became:
                 raise RuntimeError(
                     f"{one.name!r} must be a {one.became.__name__} to be undone, got a {type(one.layer).__name__}: "
@@ -148,15 +163,15 @@ def swap_linears(
             computes no more than `nn.Linear`. A layer with a `forward` of its own, not of its class, stays.
 
     Returns:
-        The swapped layers, the kept ones and why; `undo()` restores all.
+        The swapped layers, the kept ones and why; `undo()` restores all. A UserWarning says if no layer has a plan
+        then, unless `keep` names all or all measured slower.
 
     Raises:
         ValueError: for a `plan` that is no `LinearPlan` and not the name of one, a `keep` that is one string,
             `tokens` that are not integers of at least 1, a model on the meta device with `tokens`, and
             `launched=False` without `tokens`.
     """
-    plan = named_plan(plan) if isinstance(plan, str) else plan
-    check_instance("plan", plan, LinearPlan, "narrowgauge.linear.SWITCHBACK")
+    plan = as_plan(plan)
     if isinstance(keep, str):
         raise ValueError(f"keep must be a list of names such as ('lm_head',), got {keep!r}")
     if not check("launched", launched, Flag) and tokens is None:
@@ -186,6 +201,11 @@ def swap_linears(
         report._undo.append(_Swapped(one.name, one.module, type(one.module), one.becomes))
         one.module.__class__ = one.becomes
         one.module.set_plan(plan)
+    has_plan = any(isinstance(one.module, PlannedModule) for one in found)
+    others = [f"{name!r}: {why}" for name, why in report.kept.items() if not why.startswith((_NAMED, _MEASURED))]
+    if not has_plan and (others or not found):
+        first = others[0] if others else "it has none"
+        warnings.warn(f"swap_linears: no linear layer of the model was swapped; {first}", stacklevel=2)
     return report
 
 
@@ -290,6 +310,29 @@ def candidates(
         yield Candidate(name, module, becomes, holder, reason)
 
 
+def former_class(layer: PlannedModule) -> type[nn.Module] | None:
+    """The class that a layer with a plan would have without one; None if its forward pass is another than ours.
+
+    A parametrized layer stays parametrized.
+    """
+    kind: Any = type(layer)
+    ours: tuple[Any, ...] = LowPrecisionLinear, LowPrecisionMultiheadAttention, LowPrecisionConv1D
+    if kind.forward not in [one.forward for one in ours]:
+        return None
+    former: Any = next(base for base in kind.__mro__ if not issubclass(base, PlannedModule))
+    if isinstance(layer, LowPrecisionConv1D):
+        former = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    if former is None or not nn.utils.parametrize.is_parametrized(layer):
+        return cast(type[nn.Module] | None, former)
+    own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    return type(f"Parametrized{former.__name__}", (former,), own)
+
+
+def is_held(module: nn.Module) -> bool:
+    """Whether `hold_activations` changed a module's class, and nothing since."""
+    return "_was" in vars(type(module))
+
+
 def matches(name: str, pattern: str) -> bool:
     """Whether a pattern with ``*`` is a module's name, its last part, or the name of a module around it."""
     return (
@@ -328,13 +371,12 @@ def _why_kept(
         return f"has a plan already: {module.plan.title}"
     for pattern in keep:
         if any(matches(name, pattern) for name in names):
-            return f"named in keep: {pattern!r}"
-    # With torch's older hooks (weight norm, pruning) the weight is an attribute, not a parameter.
+            return f"{_NAMED}: {pattern!r}"
+    if is_held(module):
+        return "its activations are held: undo that, swap, and hold them again"
+    if is_computed(module, becomes.WEIGHT):
+        return COMPUTED
     weight = module._parameters.get(becomes.WEIGHT)
-    if nn.utils.parametrize.is_parametrized(module) or (
-        weight is None and isinstance(getattr(module, becomes.WEIGHT, None), Tensor)
-    ):
-        return "is parametrized: its weight is computed anew"
     if weight is not None and is_lazy(weight):
         return "has no weight yet: run the model once before"
     name = type(module).__name__
@@ -346,6 +388,8 @@ def _why_kept(
         return f"is a {name}, {own}"
     if "forward" in vars(module):
         return "has a forward of its own"
+    if taken := sorted(_OWN.intersection(dir(module))):
+        return f"has an attribute {taken[0]!r} of its own, which a layer with a plan has too"
     if becomes is LowPrecisionMultiheadAttention:
         if not module._qkv_same_embed_dim:
             return "has projections of different sizes (kdim, vdim)"
@@ -398,5 +442,5 @@ def _slow(
             continue
         report.speedups[name] = fast[kind]
         if fast[kind] < 1:
-            slow[name] = f"measured {in_times(fast[kind])} nn.Linear at {kind.tokens} tokens"
+            slow[name] = f"{_MEASURED} {in_times(fast[kind])} nn.Linear at {kind.tokens} tokens"
     return slow

@@ -13,6 +13,7 @@ from narrowgauge._arguments import shown
 from narrowgauge._module_names import unwrap_optimizer
 from narrowgauge.linear._hold import release
 from narrowgauge.linear._module import PlannedModule
+from narrowgauge.linear._swap import former_class
 from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.optim._checkpoint_foreign import export_to_torch, namesake_of
 from narrowgauge.optim._sharding import is_shared
@@ -24,9 +25,9 @@ Model = TypeVar("Model", bound=nn.Module)
 def to_torch(model: Model, optimizer: torch.optim.Optimizer) -> tuple[Model, torch.optim.Optimizer]:
     """Convert a model and its optimizer to a float32 model and torch's optimizer of the same name.
 
-    Low words and master copies are added to the weights, so nothing is rounded. Linear layers with a plan become
-    `nn.Linear` again, and activations are saved as they are. The new optimizer has the same groups, hyperparameters
-    and moments, in float32. The given model and optimizer do not change.
+    Low words and master copies are added to the weights, so nothing is rounded. Linear layers with a plan have the
+    class again that they had before, and activations are saved as they are. The new optimizer has the same groups,
+    hyperparameters and moments, in float32. The given model and optimizer do not change.
 
     Args:
         model: the model that the optimizer trains, unsharded.
@@ -40,7 +41,8 @@ def to_torch(model: Model, optimizer: torch.optim.Optimizer) -> tuple[Model, tor
     Raises:
         TypeError: for another model or optimizer, as where the two are swapped.
         ValueError: if the model is sharded, if torch has no optimizer of this name, if groups have different rules
-            (as from `Muon.for_model`), or if a parameter of the optimizer is not in the model.
+            (as from `Muon.for_model`), if a parameter of the optimizer is not in the model, or if a layer's class
+            derives from one with a plan and has a forward of its own.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {shown(model)}")
@@ -58,10 +60,16 @@ def to_torch(model: Model, optimizer: torch.optim.Optimizer) -> tuple[Model, tor
     wide = copy.deepcopy(model, copied).float()
     wide.zero_grad()
     release(wide.modules())
-    for layer in wide.modules():
+    for name, layer in wide.named_modules():
         if isinstance(layer, PlannedModule):
+            former = former_class(layer)
+            if former is None:
+                raise ValueError(
+                    f"model must have layers with a plan that torch has a class for; {name!r} is a "
+                    f"{type(layer).__name__}, which has a forward of its own"
+                )
             layer.remove_plan()
-            layer.__class__ = next(c for c in type(layer).__mro__ if not c.__module__.startswith("narrowgauge."))
+            layer.__class__ = former  # type: ignore[assignment]
     weights = optimizer.full_weights()
     if strangers := [optimizer.plan_of(p).name for p in weights if id(p) not in copied]:
         raise ValueError(f"model must be the one that the optimizer trains; {strangers[0]} is not in it")

@@ -206,7 +206,8 @@ def bench_linear(options: LinearOptions, command: str) -> int:
         for shape, rows in results["shapes"].items()
     }
     output.picture(panels, "milliseconds, forward and backward")
-    output.say("×: times as fast as nn.Linear" + "; graph: the device's work alone" * (device.type == "cuda"))
+    note = "×: times as fast as nn.Linear, the median of the rounds' ratios, not the ratio of the ms"
+    output.say(note + "; graph: the device's work alone" * (device.type == "cuda"))
     return int(output.failed)
 
 
