@@ -26,13 +26,6 @@ pytestmark = pytest.mark.usefixtures("surroundings")
 SMALL = ("--steps", "4", "--batch", "2", "--sequence", "16", "--vocabulary", "256", "--validation-windows", "4")
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(f"{n} bottles of beer on the wall, {n} bottles of beer.\n" for n in range(400)))
-    return path
-
-
 @pytest.fixture
 def unread_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """No page is drawn in tests that read the results only; drawing takes as long as training."""

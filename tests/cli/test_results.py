@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from narrowgauge import recipes
+from narrowgauge._files import set_aside
 from narrowgauge.cli._results import REPORT, RESULTS, write_results
 from narrowgauge.optim import UpdateStats
 from narrowgauge.trainers import Run, Settings
 from narrowgauge.trainers._compare_results import assemble, notes
 from narrowgauge.trainers._compare_run import Timing
 from narrowgauge.trainers._compare_table import legend, tables
-from narrowgauge.trainers._earlier import set_aside
 
 FACTS = {
     "reference": "D", "settings": {"batch": 10, "sequence": 10}, "command": "narrowgauge compare",

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from narrowgauge.cli import _charts, main
 from narrowgauge.cli._charts import PALETTE
 from narrowgauge.cli._report._page import number
-from narrowgauge.cli._report._run_drawing import COLUMNS, ROWS, _paint, grid, medians, short
+from narrowgauge.cli._report._run_drawing import COLUMNS, ROWS, _paint, grid, medians, settle, short
 from narrowgauge.cli._report._run_figures import embedding_and_middle
 from narrowgauge.cli._report._run_page import page
 from narrowgauge.gauges import read_records, write_report
@@ -121,6 +121,38 @@ def test_spikes_are_marked_with_their_precursors() -> None:
     parsed, _ = look(records)
     assert "1 loss spike, 1 of them after an RMS spike." in parsed.text
     assert ["304", "9", "wte.weight at step 300"] in [[c.strip() for c in row] for row in parsed.rows]
+
+
+def test_an_rms_spike_within_a_loss_spike_is_told() -> None:
+    records = changed(sound(400), "update", ["wte.weight"], range(305, 306), rms=5.0)
+    records = changed(records, "step", None, range(304, 307), loss=9.0)
+    parsed, _ = look(records)
+    assert "1 loss spike, 0 of them after an RMS spike, 1 with one within." in parsed.text
+    assert ["304", "9", "wte.weight at step 305"] in [[c.strip() for c in row] for row in parsed.rows]
+
+
+@pytest.mark.parametrize(
+    ("values", "room", "wanted"),
+    [
+        ([100.0, 100.00000025], 1.0, (99.0, 101.0)),
+        ([0.0, 0.0], 1.0, (0.0, 1.0)),
+        ([2.5, 2.5 + 1e-12], 0.0, (2.475, 2.525)),
+        ([-1.0, 1.0], 0.0, (-1.1, 1.1)),
+        ([0.0, 40.0], 1.0, (0.0, 42.0)),
+    ],
+)
+def test_an_axis_shows_no_rounding_errors_and_no_negative_shares(
+    values: list[float], room: float, wanted: tuple[float, float]
+) -> None:
+    figure = _charts.Figure()
+    axis = figure.subplots()
+    axis.plot([1, 2], values)
+    settle(axis, "", 2, room=room)
+    low, high = axis.get_ylim()
+    assert low <= wanted[0] + 1e-6
+    assert (low, high) == pytest.approx(wanted, rel=0.06)
+    figure.draw_without_rendering()
+    assert not axis.yaxis.get_offset_text().get_text()
 
 
 @pytest.mark.parametrize(
@@ -372,6 +404,16 @@ def test_several_runs_are_one_page_with_a_table_and_their_curves(
     assert "--out must not be the file of records" in capsys.readouterr().err
 
 
+def test_equal_losses_have_no_lowest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        save(changed(sound(50), "step", loss=2.5), Path(f"{name}.jsonl"))
+    assert main(["report", "a.jsonl", "b.jsonl"]) == 0
+    text = Page(Path("runs.html").read_text()).text
+    assert "2 runs side by side. The losses at the end are equal, 2.5." in text
+    assert "lowest" not in text
+
+
 def test_of_a_comparison_it_draws_the_page_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "results.json").write_text(json.dumps(compared()))
     assert main(["report", str(tmp_path)]) == 0
@@ -379,10 +421,12 @@ def test_of_a_comparison_it_draws_the_page_again(tmp_path: Path, capsys: pytest.
     assert "What narrow numbers cost" in (tmp_path / "report.html").read_text()
     assert main(["report", str(tmp_path / "results.json"), "--out", str(tmp_path / "again.html")]) == 0
     assert (tmp_path / "again.html").read_text() == (tmp_path / "report.html").read_text()
-    for content in ("{", "[]", '{"schema": 2, "recipes": {}}'):
+    for content in ("{", "[]", '{"schema": 1, "recipes": {}}', json.dumps(compared() | {"schema": 2})):
         (tmp_path / "results.json").write_text(content)
         assert main(["report", str(tmp_path)]) == 2
-        assert "RUN must have the results of a comparison, got" in capsys.readouterr().err
+        complaint = capsys.readouterr().err
+        assert "RUN must have the results of a comparison, got" in complaint
+    assert complaint.endswith("its schema must be 1, got 2\n")
 
 
 def test_a_cut_file_is_read_up_to_the_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

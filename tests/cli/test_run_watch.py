@@ -17,6 +17,7 @@ from rich.console import Console
 
 from forked import Command
 from narrowgauge.cli import main
+from narrowgauge.cli._report._run_page import page as run_page
 from narrowgauge.cli._watch import Advisor, WatchOptions, sparkline, watch
 from narrowgauge.gauges._history import History
 from narrowgauge.gauges._records import line_of
@@ -84,6 +85,35 @@ def test_once_refuses_what_has_no_records(
         path.write_text(content)
     assert main(["watch", str(path), "--once"]) == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["watch", "--once"], ["report"]])
+def test_a_folder_without_records_names_the_files_that_may_have_some(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("generator.jsonl", "critic.jsonl"):
+        (tmp_path / name).touch()
+    assert main([*command, str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.endswith("; it has critic.jsonl and generator.jsonl: give the file\n")
+    assert error.count("\n") == 1
+
+
+def test_a_run_without_a_loss_says_so(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = {"kind": "missing", "step": 5, "of": "loss", "names": [], "why": "call gauges.loss"}
+    records = [*changed(sound(), "step", loss=None), missing]
+    path.write_text("".join(map(line_of, records)))
+    assert "no loss: call gauges.loss" in show(path, capsys, monkeypatch)
+    page = run_page(History(records), "run")
+    assert "No loss was recorded: call gauges.loss." in page
+    assert "recorded of :" not in page
+    # One that came later
+    records = [*sound(), missing]
+    path.write_text("".join(map(line_of, records)))
+    assert "no loss" not in show(path, capsys, monkeypatch)
+    assert "No loss was recorded" not in run_page(History(records), "run")
 
 
 def test_an_interval_has_to_be_above_zero(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

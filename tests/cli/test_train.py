@@ -23,13 +23,6 @@ TINY = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(f"{n} bottles of beer on the wall, {n} bottles of beer.\n" for n in range(400)))
-    return path
-
-
 def train(*arguments: object) -> int:
     return main(["train", *map(str, arguments)])
 

@@ -99,7 +99,7 @@ QUIET: dict[str, Records] = {
 LOUD: dict[str, tuple[Records, str, str, tuple[str, ...]]] = {
     "an RMS spike": (
         updates(["wte.weight"], range(100, 101), rms=4.1), "second moment out of date", "watch",
-        ("wte.weight's RMS_t reached 4.1 at step 100; 1 RMS spike of at least 2.3", "No loss spike has followed",
+        ("wte.weight's RMS_t reached 4.1 at step 100; 1 RMS spike of at least 2.3", "no loss spike began 1 to 8",
          "StableAdamW", "lower beta2", "Sections 3.4 and 3.5"),
     ),
     "the highest value": (
@@ -121,7 +121,10 @@ LOUD: dict[str, tuple[Records, str, str, tuple[str, ...]]] = {
         updates([""], lost=0.001, lost_visible=0.18, visible_descent_quality=0.7), "updates wait in low words",
         "note", ("18% of the updates do not show", "Nothing needs to be done."),
     ),
-    "stale moments": (STALE, "second moment does not decay", "change", ("5 of 5 tensors", "Collage-plus")),
+    "stale moments": (
+        [header(groups=[{"parameters": list(NAMES), "states": "bf16"}]), *STALE[1:]],
+        "second moment does not decay", "change", ("5 of 5 tensors", "Collage-plus"),
+    ),
     "a loss of inf": (
         changed(sound(), "step", None, range(7, 8), loss=math.inf), "loss not finite", "change",
         ("The loss is inf at step 7, 1 step in all.",),
@@ -216,7 +219,29 @@ def test_a_loss_spike_after_an_rms_spike_is_a_change_to_make(distance: int) -> N
     assert (piece.evidence[0].quantity, piece.evidence[0].value) == ("loss", 9.0)
 
 
-@pytest.mark.parametrize("distance", [0, 9])
+@pytest.mark.parametrize("tensor", ["wte.weight", "h.1.fc.weight"])
+def test_loss_and_gradients_that_jump_at_one_step_are_one_piece_of_advice(tensor: str) -> None:
+    """As of one bad batch; the loss of a step is older than its update."""
+    piece = only(spiking(300, range(300, 304), tensor))
+    assert (piece.rule, piece.urgency) == ("second moment out of date", "watch")
+    says(piece, "no loss spike began 1 to 8 steps after one.", "jumped together at step 300.")
+    assert piece.action.startswith("Look at the data of step 300. ")
+    assert [e.quantity for e in piece.evidence] == ["loss", "RMS_t"]
+
+
+def test_an_rms_spike_within_a_loss_spike_is_named_with_it() -> None:
+    """A blow-up may begin with a small deviation of the loss."""
+    records = changed(spiking(305, range(309, 311)), "step", None, range(302, 303), loss=3.0)
+    piece = only(records)
+    says(
+        piece, "no loss spike began", "wte.weight's RMS spike of step 305 came within the loss spike that began at"
+    )
+    says(piece, "step 302.", "Look at the data of step 302.")
+    clipped = [header(optimizer="StableAdamW"), *records[1:]]
+    says(only(clipped), "came within the loss spike", "Updates are clipped already")
+
+
+@pytest.mark.parametrize("distance", [-10, 9])
 def test_a_loss_spike_out_of_reach_has_another_cause(distance: int) -> None:
     found = {piece.rule: piece for piece in advise(spiking(300, range(300 + distance, 303 + distance)))}
     assert set(found) == {"second moment out of date", "loss spikes of another cause"}
@@ -250,6 +275,22 @@ def test_a_loss_that_is_not_finite_comes_first_with_where_it_began() -> None:
         "The loss is NaN at step 120 and every later step. "
         "The first tensors with inf or NaN: h.1 and h.2, at step 115."
     )
+
+
+@pytest.mark.parametrize("how", ["counted by a scaler", "by the optimizer"])
+def test_a_loss_of_inf_whose_step_was_skipped_undoes_nothing(how: str) -> None:
+    records = changed(sound(), "step", None, range(10, 11), loss=math.inf)
+    if how == "by the optimizer":
+        records = [header(groups=[{"parameters": list(NAMES), "nonfinite": "skip"}]), *records[1:]]
+    else:
+        records = changed(records, "step", skipped=lambda r: int(r["step"] > 10))
+    piece = only(records)
+    assert (piece.rule, piece.urgency) == ("loss not finite", "watch")
+    says(piece, "The loss is inf at step 10, 1 step in all.", "are skipped, and the loss is finite again.")
+    assert "checkpoint" not in str(piece)
+    ended = only(changed(records, "step", None, range(195, 201), loss=math.nan))
+    assert ended.urgency == "change"
+    says(ended, "Go back to a checkpoint")
 
 
 FALL = [8.0 - 0.04 * n for n in range(100)]
@@ -287,7 +328,7 @@ def test_where_the_loss_rises_no_other_advice_says_that_all_is_well() -> None:
         records = changed(with_losses(losses), "update", [""], lost=0.001, lost_visible=0.18)
         return str(advise(changed(records, "update", ["wte.weight"], range(20, 21), rms=5.0)))
 
-    soothing = ("Nothing needs to be done", "No loss spike has followed")
+    soothing = ("Nothing needs to be done", "no loss spike began")
     assert all(words in said([2.0] * 60) for words in soothing)
     assert not any(words in said([5.6, *noisy(22, 2, 59)]) for words in soothing)
     assert "loss rises" not in said([5.6, *noisy(22, 2, 58), math.nan]), "it has a rule of its own"
@@ -337,6 +378,19 @@ def test_the_header_says_why_a_second_moment_is_too_large(states: Any) -> None:
     piece = only([header(groups=[group(*NAMES, states=states)]), *STALE[1:]])
     assert ("in bf16" in piece.action) == (states == "bf16")
     assert ("Earlier gradients were much larger" in piece.action) == (states != "bf16")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_second_moment_of_torchs_optimizers_has_its_parameters_dtype(dtype: torch.dtype) -> None:
+    net = torch.nn.Linear(4, 4, bias=False).to(dtype)
+    for make in (torch.optim.AdamW, torch.optim.Adagrad):
+        with ng.gauges.watch(net, make(net.parameters())) as watch:
+            head = watch.rows()[0]
+        stale = [r | {"name": r["name"] and "weight"} for r in STALE[1:] if r.get("name") in ("", NAMES[1])]
+        piece = only([head, *stale])
+        assert piece.rule == "second moment does not decay"
+        assert ("in bf16" in piece.action) == (dtype is torch.bfloat16)
+        assert ("Earlier gradients were much larger" in piece.action) == (dtype is torch.float32)
 
 
 def test_what_is_not_trained_is_a_note() -> None:

@@ -338,7 +338,8 @@ def test_a_tensor_whose_updates_are_all_lost_raises_one_alarm(caplog: pytest.Log
             for step in range(12):
                 optimizer.zero_grad()
                 x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).to(dtype)
-                net(x).square().sum().backward()
+                watch.loss(loss := net(x).square().sum())
+                loss.backward()
                 optimizer.step()
         assert [(row["name"], row["step"]) for row in alarmed] == wanted
         rows = [row for row in watch.rows() if row["kind"] == "update" and row["name"] == "1.weight"]

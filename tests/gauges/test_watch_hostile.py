@@ -122,6 +122,34 @@ def test_resuming_keeps_what_stands_behind_damage(tmp_path: Path, caplog: pytest
     assert "line 6" in caplog.text
 
 
+def test_resuming_where_steps_have_no_records_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    path = tmp_path / "gauges.jsonl"
+    for resume_from, said in (
+        (10, ["no records to go on with: they begin after step 10"]),
+        (12, []),
+        (20, ["the records end at step 14 and go on after step 20"]),
+    ):
+        caplog.clear()
+        with gauges.watch(net, optimizer, every=1, path=path, resume_from=resume_from) as watch:
+            train(net, optimizer, 2, watch)
+        assert [record.getMessage() for record in caplog.records] == [f"{path}: {words}" for words in said]
+    assert [row["step"] for row in of_kind(watch.rows(), "step")] == [11, 12, 13, 14, 21, 22]
+
+
+def test_two_watches_of_one_process_have_a_file_each(tmp_path: Path) -> None:
+    path = tmp_path / "gauges.jsonl"
+    nets = [model(), model()]
+    one, other = (gauges.watch(net, torch.optim.AdamW(net.parameters()), path=path) for net in nets)
+    with one:
+        message = r"^path must be a file of its own for each watch: another of this process writes .*gauges.jsonl$"
+        with pytest.raises(FileExistsError, match=message), other:
+            pass
+    with pytest.raises(FileExistsError, match="path must be a new file"):
+        gauges.watch(nets[1], torch.optim.AdamW(nets[1].parameters()), path=path).__enter__()
+
+
 def test_a_step_that_raised_does_not_leave_the_next_ones_measured() -> None:
     net = model()
     optimizer = optim.AdamW(net.named_parameters(), nonfinite="raise")

@@ -42,6 +42,44 @@ def run(
     return [], scales, net
 
 
+def losses_given(scaler: Any, bad: tuple[int, ...], batches: int = 1) -> tuple[list[dict[str, Any]], list[float]]:
+    """The records of eight iterations of torch's AdamW, of which some have a loss of inf; the losses of all."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), 0.0)
+    losses = []
+    net.eval()
+    net.blocks.train()  # features are those of training
+    for block in net.blocks:
+        block[2].p = 0.0
+    with gauges.watch(net, optimizer, every=2, scaler=scaler) as watch:
+        for step in range(8):
+            optimizer.zero_grad()
+            for part in range(batches):
+                loss = loss_of(net, *batch(2 * step + part)) * (float("inf") if step in bad else 1.0)
+                watch.loss(loss)
+                losses.append(loss.item())
+                scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return watch.rows(), losses
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, DynamicLossScaler, StaticLossScaler])
+@pytest.mark.filterwarnings("ignore:a step was skipped")
+def test_a_skipped_step_leaves_nothing_in_the_next_ones_records(kind: Any, batches: int) -> None:
+    bad = (1, 4, 5)
+    rows, losses = losses_given(kind("cpu", init_scale=8.0), bad, batches)
+    wanted = [sum(losses[batches * n : batches * (n + 1)]) / batches for n in range(8) if n not in bad]
+    assert [row["loss"] for row in of_kind(rows, "step")] == pytest.approx(wanted, rel=1e-6)
+    # The weights stay: step 2 is iteration 2 and step 4 is iteration 6, in a run that skips nothing as well.
+    plain, _ = losses_given(kind("cpu", init_scale=8.0), (), batches)
+    features = of_kind(rows, "activation") + of_kind(rows, "activation_gradient")
+    assert {row["step"] for row in features} == {2, 4}
+    assert {row["elements"] for row in features} == {row["elements"] for row in of_kind(plain, "activation")}
+    assert not any(row["nonfinite"] for row in features)
+
+
 def dynamic(kind: Any) -> Any:
     options = {"init_scale": 1024.0, "growth_interval": 2}
     return kind("cpu", **options)

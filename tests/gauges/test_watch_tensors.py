@@ -164,7 +164,8 @@ def test_the_default_modules() -> None:
 
     for module, names in ((net, {"0", "2"}), (flat, {"one", "norm"})):
         assert {row["name"] for row in of_kind(seen(module), "activation")} == names
-    assert {row["kind"] for row in seen(net, activations=False, gradients=False)} == {"run", "step", "update"}
+    kinds = {row["kind"] for row in seen(net, activations=False, gradients=False)}
+    assert kinds == {"run", "step", "update", "missing"}  # the loss
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own
@@ -299,12 +300,13 @@ def test_what_will_not_arrive_is_said_once(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level("INFO", "narrowgauge.gauges"), gauges.watch(net, optimizer, 1, states_every=1) as watch:
         train(net, optimizer, 2)
     missing = of_kind(watch.rows(), "missing")
-    assert [(row["of"], row["step"]) for row in missing] == [("state", 1), ("activation", 1)]
+    assert [(row["of"], row["step"]) for row in missing] == [("state", 1), ("activation", 1), ("loss", 1)]
     assert missing[0]["why"].startswith("max_grad_norm")
     assert missing[1]["names"] == ["idle.0"]
     assert not of_kind(watch.rows(), "state")
     assert caplog.text.count("no records of quantized moments: ") == 1
     assert caplog.text.count("no records of features: ") == 1
+    assert caplog.text.count("no loss: the model returns none; call gauges.loss before step()") == 1
     assert "inside a compiled region" in caplog.text
 
 

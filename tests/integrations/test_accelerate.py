@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from forked import run_ranks
-from narrowgauge import linear, optim, to_torch
+from narrowgauge import gauges, linear, optim, to_torch
 
 accelerate = pytest.importorskip("accelerate", reason="needs the package accelerate")
 
@@ -57,6 +57,24 @@ class Run:
 
     def weights(self) -> torch.Tensor:
         return torch.cat([p.detach().reshape(-1) for p in self.model.parameters()])
+
+
+def test_a_watch_finds_the_scaler_of_accelerates_optimizer() -> None:
+    accelerate.Accelerator(cpu=True)
+    model = torch.nn.Linear(4, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    inner = torch.optim.AdamW(model.parameters(), 0.0)
+    optimizer = accelerate.optimizer.AcceleratedOptimizer(inner, scaler=scaler)
+    with gauges.watch(model, optimizer, every=1) as watch:
+        for factor in (1.0, torch.inf, 3.0):
+            loss = model(torch.ones(1, 4)).sum() * factor
+            watch.loss(loss)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            optimizer.step()
+    steps = [row for row in watch.rows() if row["kind"] == "step"]
+    assert [(row["loss"], row["loss_scale"], row["skipped"]) for row in steps] == [(4, 4, 0), (12, 2, 1)]
 
 
 @pytest.mark.parametrize(("accumulate", "in_backward"), [(1, False), (2, False), (1, True)])

@@ -16,6 +16,7 @@ from narrowgauge import gauges, linear, optim
 
 lightning = pytest.importorskip("lightning", reason="needs the package lightning")
 
+from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
 
 from narrowgauge.integrations.lightning import NarrowgaugePrecision  # noqa: E402
@@ -112,6 +113,32 @@ def test_the_gauges_callback_changes_nothing_and_sees_every_step(
     assert {row["name"] for row in rows if row["kind"] == "activation"} == {"layers.0", "layers.2"}
     assert not module.layers[0]._forward_hooks
     assert not trainer.optimizers[0]._optimizer_step_pre_hooks
+
+
+def test_the_recorded_loss_has_no_loss_scale_and_the_scaler_is_watched(tmp_path: Path) -> None:
+    class Seen(Module):
+        def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+            loss = self.layers(batch[0]).float().square().mean()
+            seen.append(loss.item())
+            return loss * (torch.inf if len(seen) == 3 else 1.0)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+    seen: list[float] = []
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    trainer = lightning.Trainer(
+        accelerator="cpu", plugins=MixedPrecision("16-mixed", "cpu", scaler), max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=tmp_path, callbacks=[gauges.LightningCallback()],
+    )  # fmt: skip
+    inputs = torch.utils.data.TensorDataset(torch.randn(16, 8))
+    trainer.fit(Seen(False), torch.utils.data.DataLoader(inputs, batch_size=4))
+    steps = [row for row in gauges.read_records(tmp_path) if row["kind"] == "step"]
+    assert [row["loss"] for row in steps] == pytest.approx([seen[0], seen[1], seen[3]], rel=1e-6)
+    assert [(row["loss_scale"], row["skipped"]) for row in steps] == [(1024, 0), (1024, 0), (512, 1)]
+    with pytest.raises(FileExistsError, match=r"has records; give LightningCallback\(path=...\) another"):
+        fit(1, False, default_root_dir=tmp_path, callbacks=[gauges.LightningCallback()])
 
 
 def test_the_gauges_callback_ends_with_an_exception(tmp_path: Path) -> None:

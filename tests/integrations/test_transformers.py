@@ -125,6 +125,46 @@ def test_the_gauges_callback_changes_nothing_and_goes_on_with_a_resumed_run(tmp_
     assert timeless[0] == timeless[1]
 
 
+class Plain(torch.nn.Module):
+    """A model that takes no `num_items_in_batch`: its loss is the mean over its own batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = model().float()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.gpt(input_ids, labels=labels).loss}
+
+
+@pytest.mark.parametrize("batches", [1, 2, 4])
+@pytest.mark.parametrize("make", [model, Plain])
+def test_the_recorded_loss_is_trainers(tmp_path: Path, make: Any, batches: int) -> None:
+    """An epoch has six batches: of four that are accumulated, two are left."""
+    callback = gauges.HuggingFaceCallback(every=2)
+    given = training_arguments(
+        tmp_path, gradient_accumulation_steps=batches, logging_strategy="steps", logging_steps=1, save_strategy="no"
+    )
+    run = transformers.Trainer(make(), given, train_dataset=texts(), callbacks=[callback])
+    run.train()
+    logged = [row["loss"] for row in run.state.log_history if "loss" in row]
+    recorded = [row["loss"] for row in callback.rows() if row["kind"] == "step"]
+    assert len(logged) == STEPS
+    assert recorded == pytest.approx(logged, abs=1e-3)
+    assert min(recorded) > 3
+    assert not any(module._forward_hooks for module in run.model.modules())
+
+
+def test_a_second_training_in_one_folder_says_how_to_go_on(tmp_path: Path) -> None:
+    (tmp_path / "gauges.jsonl").write_text("{}\n")
+    run = trainer(tmp_path, adamw)
+    run.add_callback(gauges.HuggingFaceCallback())
+    with pytest.raises(
+        FileExistsError,
+        match=r"gauges.jsonl has records; give HuggingFaceCallback\(path=...\) .*resume_from_checkp",
+    ):
+        run.train()
+
+
 # The factory
 
 

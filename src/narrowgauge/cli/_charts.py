@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,6 +79,16 @@ class LineStyle:
             "linewidth": self.width,
             "linestyle": (0, self.dashes) if self.dashes else "-",
         }
+
+
+def line_styles(names: Collection[str], reference: str | None = None) -> dict[str, LineStyle]:
+    """The style of each name, no two alike for up to 24 names; that of the reference is apart from all others."""
+    others = [name for name in names if name != reference]
+    found = {
+        name: LineStyle(SERIES[i % len(SERIES)], DASHES[(i + i // len(SERIES)) % len(DASHES)], 1.8)
+        for i, name in enumerate(others)
+    }
+    return {name: found.get(name, LineStyle("ink", (), 2.2)) for name in names}
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from narrowgauge._text import listed
 from narrowgauge.cli._files import UsageError
 from narrowgauge.cli._results import RESULTS
 from narrowgauge.gauges._history import History, LiveReader
@@ -23,6 +24,12 @@ def results_file(run: Path) -> Path | None:
         path = run / RESULTS
         return path if path.is_file() and not records_file(run).exists() else None
     return run if run.name == RESULTS and run.is_file() else None
+
+
+def others(run: Path) -> str:
+    """The end of a message on a folder without records under their usual name: the files that may have some."""
+    files = sorted(path.name for path in run.glob("*.jsonl"))
+    return f"; it has {listed(files)}: give the file" if files else ""
 
 
 # What pages and tables read of a comparison. "key?" may be missing, "*" stands for every key, and all items of a

@@ -20,7 +20,7 @@ from rich.text import Text
 from narrowgauge.cli._files import UsageError
 from narrowgauge.cli._options import WatchOptions
 from narrowgauge.cli._report._page import MISSING, number
-from narrowgauge.cli._runs import Followed
+from narrowgauge.cli._runs import Followed, others
 from narrowgauge.gauges._advice import Advice, advise
 from narrowgauge.gauges._history import Floats, History, LiveReader, as_number
 from narrowgauge.gauges._spike_matching import RMS_THRESHOLD
@@ -61,7 +61,7 @@ def watch(options: WatchOptions, console: Console | None = None, rounds: int | N
 def _refuse_without_records(run: Followed) -> None:
     history = run.reader.history
     if run.results is None and not history.count:
-        why = "there are no records"
+        why = f"there are no records{others(run.path)}"
         if run.reader.exists:
             why = history.damage or "there is no whole record in it yet"
         raise UsageError(f"RUN must have records, got {str(run.path)!r}: {why}")
@@ -110,7 +110,7 @@ def side_by_side(runs: list[Followed], width: int) -> RenderableType:
             if history.damage:
                 notes.append(Text(f"{name}: read up to a damage: {history.damage}", style="bold red"))
         if run.results is None and not run.reader.exists:
-            notes.append(Text(f"{run.path}: waiting for the file", style="yellow"))
+            notes.append(Text(f"{run.path}: waiting for the file{others(run.path)}", style="yellow"))
         elif run.results is not None and run.results["interrupted"]:
             stopped = run.results.get("stopped")
             said = "interrupted before its end" if stopped else "not complete; runs appear when they are done"
@@ -154,11 +154,13 @@ def page(run: Path, reader: LiveReader, advice: list[Advice], width: int) -> Ren
     history = reader.history
     parts: list[RenderableType] = [_head(run, history)]
     if not reader.exists:
-        parts.append(Text("waiting for the file", style="yellow"))
+        parts.append(Text(f"waiting for the file{others(run)}", style="yellow"))
     elif not history.count and not history.damage:
         parts.append(Text("waiting for the first record", style="yellow"))
     if history.damage:
         parts.append(Text(f"read up to a damage: {history.damage}", style="bold red"))
+    if not len(history.loss.steps):
+        parts += [Text(f"no loss: {why}", style="yellow") for kind, why in history.missing if kind == "loss"]
     if history.count:
         parts += [_whole(history, width), *_tensors(history, width), *_alarms(history)]
     for piece in advice[:ADVICE]:

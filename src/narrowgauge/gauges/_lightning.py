@@ -39,13 +39,20 @@ class LightningCallback(Callback):  # type: ignore[misc]
         options = {"path": Path(trainer.default_root_dir) / FILE_NAME, **self._options}
         if trainer.global_step:
             options.setdefault("resume_from", trainer.global_step)
+        options.setdefault("scaler", getattr(trainer.precision_plugin, "scaler", None))
         self.gauges = watch(pl_module, trainer.optimizers[self._optimizer], self._every, **options)
-        self.gauges.__enter__()
+        try:
+            self.gauges.__enter__()
+        except FileExistsError as error:
+            hint = "give LightningCallback(path=...) another, or fit(ckpt_path=...)"
+            raise FileExistsError(f"{error}; {hint}") from None
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         if self.gauges is not None and self.gauges.running:
-            # Lightning divides by how many batches are accumulated.
-            self.gauges.loss(loss.detach() * trainer.accumulate_grad_batches)
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+            scale = scaler._scale if scaler is not None and scaler.is_enabled() else 1.0
+            # Lightning divides by how many batches are accumulated, and scales before this is called.
+            self.gauges.loss(loss.detach() / scale * trainer.accumulate_grad_batches)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.close()

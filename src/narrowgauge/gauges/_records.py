@@ -33,6 +33,7 @@ import logging
 import math
 import os
 import shutil
+import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -229,12 +230,19 @@ class Writer:
         self.continues = self._broken = False
         if self.path.exists() and self.path.stat().st_size:
             if resume_from is None:
+                if any(other.path.samefile(self.path) for other in _WRITERS if other.path.exists()):
+                    raise FileExistsError(
+                        f"path must be a file of its own for each watch: another of this process writes {self.path}"
+                    )
                 raise FileExistsError(
                     f"path must be a new file, or resume_from the last step to keep: {self.path} has records"
                 )
             self._keep(resume_from)
             self.continues = True
+        elif resume_from:
+            LOG.warning("%s: no records to go on with: they begin after step %d", self.path, resume_from)
         self._file = self.path.open("a", encoding="utf-8", newline="\n")
+        _WRITERS.add(self)
 
     def _keep(self, step: int) -> None:
         records = read_records(self.path)
@@ -246,6 +254,9 @@ class Writer:
             shutil.copyfile(self.path, saved)
             LOG.warning("%s: %s; the whole file is kept as %s", self.path, records.damage, saved)
         kept = [record for record in records if record.get("step", 0) <= step]
+        last = max(record.get("step", 0) for record in kept)
+        if last < step:
+            LOG.warning("%s: the records end at step %d and go on after step %d", self.path, last, step)
         write_whole(self.path, "".join(map(line_of, kept)))
 
     def write(self, records: Iterable[Mapping[str, Any]]) -> None:
@@ -266,9 +277,13 @@ class Writer:
 
     def close(self) -> None:
         """Close the file."""
+        _WRITERS.discard(self)
         # A file that could not be written before may fail again; the log has said so.
         with contextlib.suppress(*([OSError] if self._broken else [])):
             self._file.close()
+
+
+_WRITERS: weakref.WeakSet[Writer] = weakref.WeakSet()  # those that are open
 
 
 def _free(path: Path) -> Path:

@@ -166,6 +166,13 @@ def nonfinite_loss(history: History) -> Finding | None:
     if first:
         names = listed([e.name for e in first])
         finding += f" The first tensors with inf or NaN: {names}, at step {first[0].step}."
+    counted = history.series("step", "skipped").values
+    if math.isfinite(series.values[-1]) and (_skips(history) or counted.any()):
+        return Finding(
+            f"{finding} Steps with inf or NaN in the gradients are skipped, and the loss is finite again.",
+            "Nothing needs to be undone. If it comes back, look at the data, or lower the learning rate.",
+            "SwitchBack, Appendix G", [loss, *first], "watch", weight=3,
+        )  # fmt: skip
     skip = "Such gradients are skipped" if _skips(history) else "Skip gradients with inf or NaN"
     return Finding(
         finding,
@@ -412,7 +419,7 @@ def rms_spikes(history: History) -> Finding | None:
     evidence = sorted(peaks.values(), key=lambda e: (not history.is_embedding(e.name), -e.value, e.name))
     worst, followed = evidence[0], [step for step, (name, _) in found.matched.items() if name in peaks]
     clipped, rises = history.clips_updates(worst.name), rising_loss(history) is not None
-    if clipped and not followed:
+    if clipped and not followed and not found.within:
         return None
     if followed:
         name, before = found.matched[followed[0]]
@@ -424,9 +431,16 @@ def rms_spikes(history: History) -> Finding | None:
     elif rises:
         relation = "The loss rose."
     else:
-        relation = "No loss spike has followed so far." if len(history.loss.steps) else "No losses were recorded."
+        relation = f"So far no loss spike began 1 to {REACH} steps after one."
+        if not len(history.loss.steps):
+            relation = "No losses were recorded."
         if not history.is_embedding(worst.name):
             relation += " In the paper only RMS spikes of embeddings preceded loss spikes."
+    together = [step for step, (_, rms) in found.within.items() if step == rms]
+    if together:
+        relation += f" Gradients and loss jumped together at {_steps(together)}."
+    for step, (name, rms) in [(step, each) for step, each in found.within.items() if step not in together][:1]:
+        relation += f" {name}'s RMS spike of step {rms} came within the loss spike that began at step {step}."
     betas = history.group_of(worst.name).get("betas")
     beta2 = as_number(betas[1]) if isinstance(betas, list) and len(betas) == 2 else None
     now = "" if beta2 is None else f" ({beta2:.15g} now)"
@@ -435,6 +449,9 @@ def rms_spikes(history: History) -> Finding | None:
     else:
         begin = "Clip" if followed or rises else "If loss spikes come, clip"
         action = f"{begin} updates (ng.optim.StableAdamW, or clip_updates=True) or lower beta2{now}."
+    if found.within:
+        action = f"Look at the data of {_steps(list(found.within))}. {action}"
+        evidence = [_loss_at(history, step) for step in found.within] + evidence
     return Finding(
         f"{worst.name}'s RMS_t reached {show(worst.value)} at step {worst.step}; "
         f"{_count(sum(map(len, found.rms.values())), 'RMS spike')} of at least {show(RMS_THRESHOLD)} in "
@@ -442,6 +459,10 @@ def rms_spikes(history: History) -> Finding | None:
         action, "SwitchBack, Sections 3.4 and 3.5, Appendix E", evidence,
         "change" if followed else "watch", weight=3 if followed else 1,
     )  # fmt: skip
+
+
+def _steps(steps: Sequence[int]) -> str:
+    return f"{'step' if len(steps) == 1 else 'steps'} {listed(list(map(str, steps)))}"
 
 
 def _peak(history: History, name: str) -> Evidence:
@@ -455,9 +476,10 @@ def _loss_at(history: History, step: int) -> Evidence:
 
 
 def other_loss_spikes(history: History) -> Finding | None:
-    """Loss spikes without an RMS spike before them. A loss that is not finite has a rule of its own."""
+    """Loss spikes without an RMS spike before or within them. A loss that is not finite has a rule of its own."""
     found = find_precursors(history)
-    evidence = [_loss_at(history, step) for step in found.loss if step not in found.matched]
+    alone = [step for step in found.loss if step not in found.matched and step not in found.within]
+    evidence = [_loss_at(history, step) for step in alone]
     evidence = [e for e in evidence if math.isfinite(e.value)]
     if not evidence:
         return None
@@ -579,7 +601,7 @@ def stale_second_moments(history: History) -> Finding | None:
         return None
     evidence.sort(key=lambda e: (e.value, e.name))
     lowest = evidence[0]
-    if any(history.second_moments.get(e.name, "bf16") == "bf16" for e in evidence):
+    if any(history.second_moments.get(e.name) == "bf16" for e in evidence):
         action = "A beta2 of 0.999 is 1 in bf16: "
         action += "keep the second moment as an expansion (Collage-plus), in 'log8' or fp32."
         source = "Collage, Section 4.2 and Table 1"

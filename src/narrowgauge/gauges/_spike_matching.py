@@ -33,6 +33,7 @@ from narrowgauge.gauges._spikes import LossSpikes, RmsSpikes, find_rms_spikes, f
 
 RMS_THRESHOLD = RmsSpikes().threshold
 LOSS_DEVIATIONS, LOSS_WINDOW = LossSpikes().deviations, LossSpikes().window
+MERGE = 10  # steps of a loss spike
 REACH = 8  # steps after an RMS spike in which a loss spike follows it
 
 
@@ -149,6 +150,7 @@ class Precursors:
         loss: steps at which loss spikes start.
         rms: by parameter, steps at which RMS spikes start.
         matched: for a loss spike that follows an RMS spike, that spike's tensor and step.
+        within: for any other loss spike in whose 10 steps an RMS spike starts, the first one's tensor and step.
         chance: the probability that at least as many follow by chance; None if none did.
         judged: the steps at which a loss spike could have been found; None if there are none yet.
     """
@@ -156,6 +158,7 @@ class Precursors:
     loss: list[int]
     rms: dict[str, list[int]]
     matched: dict[int, tuple[str, int]]
+    within: dict[int, tuple[str, int]]
     chance: float | None
     judged: range | None
 
@@ -183,4 +186,11 @@ def _find(history: History) -> Precursors:
         judged = range(max(warmup + 1, int(series.steps[LOSS_WINDOW])), int(series.steps[-1]) + 1) or None
     match = match_spikes(list(at), loss, most=REACH, judged=judged)
     matched = {step: (at[before], before) for step, before in match.pairs if before is not None}
-    return Precursors(loss, rms, matched, match.probability if matched and judged else None, judged)
+    # Of any tensor: what a batch does to loss and gradients at once is no question of what comes first.
+    every = {step: name for name in reversed([*predictors, *rms]) for step in rms[name]}
+    within = {}
+    for step in loss:
+        during = [at for at in range(step, step + MERGE) if at in every]
+        if during and step not in matched:
+            within[step] = every[during[0]], during[0]
+    return Precursors(loss, rms, matched, within, match.probability if matched and judged else None, judged)

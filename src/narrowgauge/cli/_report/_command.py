@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from narrowgauge._files import write_whole
 from narrowgauge.cli._files import UsageError, writing
 from narrowgauge.cli._options import ReportOptions
+from narrowgauge.cli._report import _runs_page
 from narrowgauge.cli._report._compare_page import write_report
 from narrowgauge.cli._report._run_page import write_run_report
-from narrowgauge.cli._report._runs_page import write_runs_report
 from narrowgauge.cli._results import REPORT
-from narrowgauge.cli._runs import histories, read_results, results_file
+from narrowgauge.cli._runs import histories, others, read_results, results_file
 from narrowgauge.gauges._history import History
 from narrowgauge.gauges._records import Records, read_records, records_file
 
@@ -59,7 +60,7 @@ def _report_several(options: ReportOptions) -> int:
         found |= new
     out = _page_path(options, Path(SEVERAL), files)
     with writing("--out", out):
-        write_runs_report(found, out)
+        write_whole(out, _runs_page.page(found))
     print(out)
     return 0
 
@@ -67,7 +68,7 @@ def _report_several(options: ReportOptions) -> int:
 def _read(run: Path) -> tuple[Path, Records]:
     path = records_file(run)
     if not path.exists():
-        what = f"a folder without {path.name}" if run.is_dir() else "which does not exist"
+        what = f"a folder without {path.name}{others(run)}" if run.is_dir() else "which does not exist"
         raise UsageError(f"RUN must be a file of records or a folder with one, got {str(run)!r}, {what}")
     try:
         records = read_records(path)

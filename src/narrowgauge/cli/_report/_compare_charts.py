@@ -19,14 +19,13 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from narrowgauge.cli._charts import (
-    DASHES,
     INK,
     MUTED,
-    SERIES,
     Floats,
     LineStyle,
     drawing,
     extremes,
+    line_styles,
     page_figure,
     printable,
     thin,
@@ -78,14 +77,9 @@ def smooth(rows: Floats) -> Floats:
     return np.asarray((total[..., index + right + 1] - total[..., index - left]) / (left + right + 1))
 
 
-def line_styles(results: Results) -> dict[str, LineStyle]:
-    """The style of each recipe, by its name: no two alike for up to 24 recipes."""
-    others = [name for name in results["recipes"] if name != results["reference"]]
-    found = {
-        name: LineStyle(SERIES[i % len(SERIES)], DASHES[(i + i // len(SERIES)) % len(DASHES)], 1.8)
-        for i, name in enumerate(others)
-    }
-    return {name: found.get(name, LineStyle("ink", (), 2.2)) for name in results["recipes"]}
+def looks(results: Results) -> dict[str, LineStyle]:
+    """The style of each recipe, by its name."""
+    return line_styles(results["recipes"], results["reference"])
 
 
 def loss(results: Results) -> Markup:
@@ -133,7 +127,7 @@ def speed(results: Results) -> Markup:
     recipes = results["recipes"]
     with page_figure("speed", "Milliseconds per step of each recipe", 52 + 44 * len(recipes), 1, 2) as drawn:
         left, right = drawn.axes
-        colors = [look.color for look in line_styles(results).values()]
+        colors = [look.color for look in looks(results).values()]
         for axis, key, title in ((left, "optimizer_ms", "optimizer, ms"), (right, "step_ms", "whole step, ms")):
             taken = {name: recipe[key] for name, recipe in recipes.items()}
             spans = {name: recipe.get(f"{key}_quartiles") for name, recipe in recipes.items()}
@@ -157,7 +151,7 @@ def save_picture(results: Results, path: Path) -> None:
             _difference(left, results, curves)
         else:
             _lines(left, results, curves, "training loss", skip=10)
-        lines = [Line2D([], [], label=printable(name), **look.line) for name, look in line_styles(results).items()]
+        lines = [Line2D([], [], label=printable(name), **look.line) for name, look in looks(results).items()]
         figure.legend(
             handles=lines, loc="outside lower center", ncols=min(rows, 7), frameon=False, handlelength=2.6
         )
@@ -182,7 +176,7 @@ def _lines(
     axis: Any, results: Results, curves: dict[str, Curves], title: str, skip: int = 0, floor: float | None = None
 ) -> None:
     """Draw every curve, and scale the axis to the sound ones from the `skip`-th part of their steps on."""
-    styles, seen = line_styles(results), [] if floor is None else [floor]
+    styles, seen = looks(results), [] if floor is None else [floor]
     sound = [n for n in curves if not results["recipes"][n]["diverged"] and len(curves[n].steps)] or list(curves)
     for name, curve in curves.items():
         if not len(curve.steps):
@@ -215,7 +209,7 @@ def _lines(
 def _mark_divergence(axis: Any, results: Results, curves: dict[str, Curves]) -> None:
     """A cross where the curve of a diverged recipe ends, at the top of the axis if its loss ran out of it."""
     top = axis.get_ylim()[1]
-    for name, look in line_styles(results).items():
+    for name, look in looks(results).items():
         if results["recipes"][name]["diverged"] and len(curves[name].steps):
             end = curves[name].steps[-1], min(curves[name].values[:, -1].mean(), top)
             axis.plot(*end, "X", color=look.color, markersize=9, clip_on=False, zorder=4)
@@ -228,7 +222,7 @@ def _memory_bars(axis: Any, results: Results, remarks: dict[str, str]) -> None:
     ends = {name: max(total, measured.get(name, 0.0)) for name, total in planned.items()}
     names = {name: name + remarks.get(name, "") for name in kept}
     _bar_axis(axis, "bytes per parameter", ends, [f"{total:.4g}" for total in planned.values()], names)
-    for row, (name, look) in enumerate(line_styles(results).items()):
+    for row, (name, look) in enumerate(looks(results).items()):
         start = 0.0
         for part, opacity in PARTS.items():
             axis.barh(row, kept[name]["planned"][part], 0.4, start, color=look.color, alpha=opacity, linewidth=0)

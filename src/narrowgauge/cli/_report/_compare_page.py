@@ -28,12 +28,7 @@ def write_report(results: Json, path: Path) -> None:
     Args:
         results: the content of results.json.
         path: the file to write, in a folder that exists.
-
-    Raises:
-        ValueError: for results of another schema.
     """
-    if results["schema"] != 1:
-        raise ValueError(f"the results' schema must be 1, got {results['schema']!r}")
     figures = (charts.loss, charts.edq, charts.lost_updates, charts.memory, charts.speed)
     write_page(
         path,
@@ -52,7 +47,7 @@ def write_report(results: Json, path: Path) -> None:
         },
         notes=results.get("notes", []),
         plots={figure.__name__: figure(results) for figure in figures},
-        looks=charts.line_styles(results),
+        looks=charts.looks(results),
         parts=charts.PARTS,
     )
 

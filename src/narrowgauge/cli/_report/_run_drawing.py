@@ -155,8 +155,12 @@ def logarithmic(axis: Any, base: int = 10) -> None:
     axis.yaxis.set_minor_formatter(NullFormatter())
 
 
-def settle(axis: Any, title: str, last_step: int, label: bool = True) -> None:
-    """Title and ticks of an axis over the steps."""
+def settle(axis: Any, title: str, last_step: int, label: bool = True, room: float = 0.0) -> None:
+    """Title and ticks of an axis over the steps, and a range in which rounding errors are no curves.
+
+    A hundredth of the values' size is above and below them, at least `room`. If none is negative, the range begins
+    at zero or above.
+    """
     axis.set_title(title, color=INK)
     if label:
         axis.set_xlabel("step")
@@ -164,6 +168,13 @@ def settle(axis: Any, title: str, last_step: int, label: bool = True) -> None:
     axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     if axis.get_yscale() == "linear":
         axis.yaxis.set_major_locator(MaxNLocator(5))
+        axis.ticklabel_format(axis="y", useOffset=False)
+        low, high = axis.dataLim.intervaly
+        if low <= high:  # there are values
+            bottom, top = axis.get_ylim()
+            room = max(room, abs(high) / 100)
+            bottom, top = min(bottom, low - room), max(top, high + room)
+            axis.set_ylim(max(bottom, 0.0) if low >= 0 else bottom, top)
 
 
 def heat_map(name: str, title: str, cells: Grid, low: float, target: float, high: float) -> Markup:

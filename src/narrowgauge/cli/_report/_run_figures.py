@@ -142,12 +142,12 @@ def _loss_tables(columns: dict[str, Series], spikes: Precursors) -> list[Table]:
     tables = [Table(["Step", *columns], rows, remark)]
     marked = []
     for step in spikes.loss[:STEPS]:
-        name, before = spikes.matched.get(step, ("", 0))
+        name, before = spikes.matched.get(step) or spikes.within.get(step) or ("", 0)
         marked.append([f"{step:,}", number(at["loss"][step]), f"{name} at step {before:,}" if name else "none"])
     if marked:
         more = len(spikes.loss) - len(marked)
         remark = f"{more:,} more loss spikes are left out." if more else ""
-        tables.append(Table(["Loss spike at step", "Loss", "RMS spike before"], marked, remark))
+        tables.append(Table(["Loss spike at step", "Loss", "RMS spike before or within"], marked, remark))
     return tables
 
 

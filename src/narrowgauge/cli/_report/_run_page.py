@@ -81,7 +81,8 @@ def page(history: History, name: str) -> str:
 def _unseen(history: History) -> Iterable[str]:
     """Sentences on what the run itself said that it could not record."""
     for (kind, why), names in history.missing.items():
-        yield f"No {MISSED.get(kind, kind)} were recorded of {listed(names)}: {why}."
+        if names:  # that there is no loss is in the summary
+            yield f"No {MISSED.get(kind, kind)} were recorded of {listed(names)}: {why}."
 
 
 def _made(history: History) -> str:
@@ -119,7 +120,11 @@ def _summary(history: History, urgencies: list[str]) -> Iterable[str]:
         yield f"The loss went from {number(first)} to {number(last)}."
         spikes = find_precursors(history)
         if spikes.loss:
-            yield f"{_many(len(spikes.loss), 'loss spike')}, {len(spikes.matched)} of them after an RMS spike."
+            within = f", {len(spikes.within)} with one within" if spikes.within else ""
+            many = _many(len(spikes.loss), "loss spike")
+            yield f"{many}, {len(spikes.matched)} of them after an RMS spike{within}."
+    else:
+        yield from (f"No loss was recorded: {why}." for kind, why in history.missing if kind == "loss")
     if history.adapted:
         yield f"{_many(len(history.adapted), 'change')} of precision while training."
     said = [f"{urgencies.count(kind)} {WORDS[kind]}" for kind in WORDS if kind in urgencies]

@@ -6,13 +6,11 @@ Curves are of the whole model. What is told of its tensors stands on the page of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 
 import numpy as np
 
-from narrowgauge._files import write_whole
 from narrowgauge._text import listed
-from narrowgauge.cli._charts import DASHES, SERIES, LineStyle, page_figure, thin
+from narrowgauge.cli._charts import LineStyle, line_styles, page_figure, thin
 from narrowgauge.cli._report._page import MISSING, Figure, Table, number, render
 from narrowgauge.cli._report._run_drawing import curve, settle
 from narrowgauge.cli._report._run_figures import STEPS
@@ -47,18 +45,8 @@ CURVES: tuple[tuple[str, str, Callable[[History], Series], float, str], ...] = (
 )  # fmt: skip
 
 
-def write_runs_report(runs: Runs, path: Path) -> None:
-    """Write the page of several runs, whole or not at all.
-
-    Args:
-        runs: what was recorded of each, by name.
-        path: the file to write, in a folder that exists.
-    """
-    write_whole(path, page(runs))
-
-
 def page(runs: Runs) -> str:
-    """The page as text."""
+    """The page of several runs, by name, as text."""
     looks = line_styles(runs)
     made = [_figure(runs, looks, *each) for each in CURVES]
     return render(
@@ -71,14 +59,6 @@ def page(runs: Runs) -> str:
         figures=[figure for figure in made if isinstance(figure, Figure)],
         missing=[why for why in made if isinstance(why, str)],
     )
-
-
-def line_styles(runs: Iterable[str]) -> dict[str, LineStyle]:
-    """The style of each run: no two alike for up to 24 runs."""
-    return {
-        name: LineStyle(SERIES[i % len(SERIES)], DASHES[(i + i // len(SERIES)) % len(DASHES)], 1.8)
-        for i, name in enumerate(runs)
-    }
 
 
 def last(series: Series) -> float | None:
@@ -98,7 +78,8 @@ def _figure(
     with page_figure(name, f"{title}, of each run", 320) as drawn:
         for run, series in found.items():
             curve(drawn.axes, series, looks[run], smoothed=True)
-        settle(drawn.axes, "", max(int(series.steps[-1]) for series in found.values()))
+        last_step = max(int(series.steps[-1]) for series in found.values())
+        settle(drawn.axes, "", last_step, room=1.0 if scale == 100 else 0.0)
     without = [run for run in runs if run not in found]
     if without:
         caption += f" Not recorded: {listed(without)}."
@@ -121,8 +102,12 @@ def _summary(runs: Runs) -> Iterable[str]:
     yield f"{len(runs)} runs side by side."
     if len(ends) > 1:
         order = sorted(ends, key=lambda name: ends[name])
-        yield f"The lowest loss at the end is that of {order[0]}, {number(ends[order[0]])}; the highest that of"
-        yield f"{order[-1]}, {number(ends[order[-1]])}."
+        low, high = number(ends[order[0]]), number(ends[order[-1]])
+        if low == high:
+            yield f"The losses at the end are equal, {low}."
+        else:
+            yield f"The lowest loss at the end is that of {order[0]}, {low}; the highest that of"
+            yield f"{order[-1]}, {high}."
         if len({history.last_step for history in runs.values()}) > 1:
             yield "The runs have different numbers of steps."
 

@@ -21,7 +21,9 @@ from narrowgauge.gauges._formats import Target
 from narrowgauge.gauges._history import is_embedding
 from narrowgauge.gauges._records import VERSION, Record
 from narrowgauge.gauges._watch._batched_rows import flat
+from narrowgauge.gauges._watch._intended_update import moments_of, rule_of
 from narrowgauge.gauges._watch._update_stats import Updates
+from narrowgauge.rules import SGD
 from narrowgauge.storage import automatic_weights
 
 _LISTS = (nn.ModuleList, nn.Sequential)
@@ -175,9 +177,10 @@ def header(
 ) -> Record:
     """The first record of a run: versions, parameters, and how the run was set up.
 
-    "groups" has the options of each group, with the weight storage that ``"auto"`` is for its first parameter, and
-    the names of its "parameters"; "frozen" the parameters without
-    gradient; "apart" those with gradient that the optimizer does not have; "low_precision" formats by module.
+    "groups" has the options of each group, with the weight storage that ``"auto"`` is for its first parameter, for
+    torch's optimizers the dtypes of second moments, and the names of its "parameters"; "frozen" the parameters
+    without gradient; "apart" those with gradient that the optimizer does not have; "low_precision" the formats by
+    module.
     """
     device = flat(next(iter(names))).device
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -186,6 +189,8 @@ def header(
         options = _as_json({key: value for key, value in group.items() if key not in ("params", "param_names")})
         if options.get("weights") == "auto" and group["params"]:
             options["weights"] = automatic_weights(group["params"][0].dtype, group["arithmetic"] == "strict")
+        if own := _second_moments(optimizer, group, names):
+            options["storages"] = own
         groups.append({**options, "parameters": [names[p] for p in group["params"] if p in names]})
     all_owned = {name for group in groups for name in group["parameters"]}
     return {
@@ -200,6 +205,17 @@ def header(
         "apart": [name for p, name in names.items() if p.requires_grad and name not in all_owned],
         "low_precision": {clean_name(name): found for name, m in model.named_modules() if (found := _formats(m))},
     }  # fmt: skip
+
+
+def _second_moments(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], names: Mapping[Tensor, str]
+) -> dict[str, dict[str, str]]:
+    """``{"v": dtype}`` by parameter for torch's optimizers; before the first step it is the parameter's."""
+    if rule_of(optimizer, group) in (None, SGD):
+        return {}
+    dtypes = {p: moments_of(group, optimizer.state.get(p, {})).get("v", p).dtype for p in group["params"]}
+    short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return {names[p]: {"v": short.get(dtype, str(dtype))} for p, dtype in dtypes.items() if p in names}
 
 
 def _as_json(value: Any) -> Any:

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
-from narrowgauge.gauges._records import Record, rounded
+from narrowgauge.gauges._records import LOG, Record, rounded
 from narrowgauge.gauges._watch._batched_rows import to_device
 from narrowgauge.gauges._watch._ranks import Part
 
 Number = Tensor | float
+NO_LOSS = "the model returns none; call gauges.loss before step()"
 # Columns: sum of losses; number of losses; what `LossScaleHistory.state` returns, -1 without a scaler; then for
 # each parameter the sums of g^2 / max(v_hat, eps^2) and of elements.
 _COLUMNS = 6
@@ -47,6 +49,22 @@ class LossScaleHistory:
         self._scaler: Any = scaler
         self._skipped = 0
         self._last: tuple[float, float, bool] | None = None
+        self._attempt: dict[str, Any] | None = None
+
+    def stepped(self) -> None:
+        """The optimizer has been called."""
+        self._attempt = None
+
+    def has_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the scaler has ended an attempt since the last call, without calling the optimizer.
+
+        A scaler has a state for each optimizer from one `update` to the next, and notes there that it has stepped.
+        """
+        if not self._scaler.is_enabled():
+            return False
+        before, now = self._attempt, self._scaler._per_optimizer_states[id(optimizer)]
+        self._attempt = now if now["stage"] is not OptState.STEPPED else None
+        return before is not None and before["stage"] is OptState.STEPPED
 
     def state(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
         """What is known when a step begins: float64 (4,) on the device; None of a disabled scaler.
@@ -103,13 +121,15 @@ class StepRows:
         taken: number of steps taken before.
         rms_of: names of the parameters whose RMS_t is measured.
         history: of the loss scale, if there is a scaler.
+        every: the due steps are its multiples.
 
     Attributes:
         taken: number of steps taken.
     """
 
-    def __init__(self, taken: int, rms_of: Sequence[str], history: LossScaleHistory | None) -> None:
-        self.taken = taken
+    def __init__(self, taken: int, rms_of: Sequence[str], history: LossScaleHistory | None, every: int) -> None:
+        self.taken, self._every = taken, every
+        self._unknown = True  # whether no loss has come
         self._rms_of, self._history = rms_of, history
         self._returned: list[Number] = []
         self._given: list[Number] = []
@@ -124,6 +144,13 @@ class StepRows:
 
     def start(self, now: float) -> None:
         self._last = now
+
+    def dropped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a scaler has skipped the step that losses were for: they are dropped."""
+        skipped = self._history is not None and self._history.has_skipped(optimizer)
+        if skipped:
+            self._given, self._returned = [], []
+        return skipped
 
     def loss_returned(self, loss: Tensor) -> None:
         """The model has returned a loss."""
@@ -142,6 +169,8 @@ class StepRows:
         self.taken += 1
         self._rows.append(_Row(self.taken, now - self._last, self._given or self._returned, self._scale, rms))
         self._last, self._given, self._returned, self._scale = now, [], [], None
+        if self._history is not None:
+            self._history.stepped()
 
     def part(self, device: torch.device) -> Part:
         """The table of the waiting rows, float64 (steps, columns) on a device; they wait no longer."""
@@ -178,6 +207,11 @@ class StepRows:
             values = zip(self._rms_of, rounded((sums / elements).sqrt()).tolist(), elements.tolist(), strict=True)
             rms = {name: value for name, value, count in values if count}
             records.append(record | ({"rms": rms} if rms else {}))
+            if self._unknown and (row[1] or step % self._every == 0):
+                self._unknown = False
+                if not row[1]:
+                    LOG.warning("no loss: %s", NO_LOSS)
+                    records.append({"kind": "missing", "step": step, "of": "loss", "names": [], "why": NO_LOSS})
         return records
 
 

@@ -93,7 +93,9 @@ def watch(
         rms_every: RMS_t of a few parameters is measured at multiples of this step, between due steps too: an RMS
             spike lasts only a few steps. 0 for never.
         rms_of: their names; by default embeddings and the first other layer, where such spikes show.
-        scaler: the loss scaler, for its history.
+        scaler: the loss scaler, for its history; that of accelerate's optimizer by default. A step that it skips
+            without calling the optimizer leaves nothing behind. Of a scaler that is not known, loss and features of
+            such a step are averaged into the next one.
         on_alarm: called with the record of each alarm: a spike, a tensor's first inf or NaN, or the first time that
             three measurements in a row find every update of a tensor lost.
         warmup: steps that are not searched for spikes.
@@ -111,6 +113,7 @@ def watch(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    scaler = scaler or getattr(optimizer, "scaler", None)
     optimizer = unwrap_optimizer(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
@@ -149,7 +152,7 @@ class Watch:
         inner = unwrap_model(model)
         names = parameters_of(inner, optimizer)
         self._measurements = Measurements(inner, optimizer, sources, names)
-        self._steps = StepRows(taken, [names[p] for p in self._measurements.rms_of], scales)
+        self._steps = StepRows(taken, [names[p] for p in self._measurements.rms_of], scales, sources.every)
         self._sink, self._together, self._ranks = sink, together, Ranks()
         self._messages: list[Message] = []
         self._handles: list[Any] = []
@@ -176,6 +179,7 @@ class Watch:
         _WATCHED.add(self._optimizer)
         self._open = True
         self._handles = [
+            self._model.register_forward_pre_hook(Hook(self._drop_skipped)),
             self._model.register_forward_hook(Hook(self._model_returned)),
             self._optimizer.register_step_pre_hook(_BeforeStep(self._before_step)),
             self._optimizer.register_step_post_hook(self._after_step),
@@ -230,6 +234,7 @@ class Watch:
             value = float(value)
         elif value.numel() != 1 or value.is_complex():
             raise ValueError(f"value must be one real number, got {value.dtype} of shape {tuple(value.shape)}")
+        self._drop_skipped()
         self._steps.loss_given(value)
 
     def record(self, record: Record) -> None:
@@ -276,6 +281,11 @@ class Watch:
         page = Path(path)
         write_report(self.rows(), page)
         return page
+
+    def _drop_skipped(self, *args: Any) -> None:
+        """Forget what was seen for a step that a scaler has skipped: it is not the next one's."""
+        if not torch.compiler.is_compiling() and self._steps.dropped(self._optimizer):
+            self._measurements.expect(self._steps.taken + 1)
 
     def _model_returned(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
