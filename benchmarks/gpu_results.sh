@@ -63,7 +63,6 @@ part() {
     compressed_training) study compressed_training --seconds 240 ;;
     data_parallel) torchrun benchmarks/bench_data_parallel.py --json "$bench/data_parallel_${GPUS}_h200.json" ;;
     compressed) run benchmarks/bench_compressed.py --ranks "$GPUS" --json "$bench/compressed_h200.json" ;;
-    sharded) torchrun benchmarks/bench_sharded_step.py --json "$bench/sharded_step_${GPUS}_h200.json" ;;
     several) run -m pytest -q -p no:benchmark -n 4 tests/distributed \
         -k "gpus or nccl or compressed_ranks or checkpoint_ranks" ;;
     *) echo "gpu_results.sh: got '$1', takes one of: $(grep -oE '^    [a-z_]+\)' "$0" | tr -d ' )' | xargs)" >&2

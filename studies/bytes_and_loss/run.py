@@ -32,7 +32,7 @@ from studies.bytes_and_loss import training as bytes_training
 from studies.bytes_and_loss.rows import ANCHORS, FLOAT8, PEERS, REFERENCE, REST, Row
 from studies.bytes_and_loss.training import Setting
 from studies.shared import options
-from studies.shared.language import start_of
+from studies.shared.language import start_of, tokens_of
 from studies.shared.resumable import Result, Study, attempt
 
 PACKAGES = ("bitsandbytes", "torchao", "flashoptim", "torch-optimi")
@@ -125,7 +125,7 @@ def main(
     kept = set(options.matching("--only", only, names))
     kept -= set(options.matching("--without", without, names)) if without else set()
     rows = [row for row in bytes_rows.rows() if row.name in kept]
-    source, text = bytes_training.text_of(data, vocabulary)  # into the cache, before many ask for it
+    source, text = tokens_of(data, vocabulary)  # into the cache, before many ask for it
     tried = probe(first, rates)
     settings = [replace(setting, lr=min(tried, key=tried.__getitem__)) for setting in (first, *varied)]
     about = {

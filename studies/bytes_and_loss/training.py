@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import fcntl
-import functools
 import hashlib
 import math
 import tempfile
@@ -28,16 +27,13 @@ from torch import Tensor, nn
 from narrowgauge import recipes
 from narrowgauge.trainers import (
     Batches,
-    TokenizedCorpus,
     evaluate,
-    load_corpus,
     next_token_loss,
-    tokenize,
     validation_windows,
 )
 from studies.bytes_and_loss import rows as bytes_rows
-from studies.shared.graphed import reason
-from studies.shared.language import looks, measured_bytes, set_rate, start_of
+from studies.shared.graphed import captured_step
+from studies.shared.language import looks, measured_bytes, set_rate, start_of, tokens_of
 
 WINDOWS = 256  # of the validation text
 EAGER_STEPS = 3  # before a step is captured: states are made, kernels chosen
@@ -84,13 +80,6 @@ class Setting:
         return self.lr * (self.final + (1 - self.final) * left)
 
 
-@functools.lru_cache(maxsize=1)
-def text_of(data: Path | None, vocabulary: int) -> tuple[str, TokenizedCorpus]:
-    """The text's name, and its tokens."""
-    corpus = load_corpus(data)
-    return corpus.source, tokenize(corpus, vocabulary)
-
-
 def train(name: str, setting: Setting, seed: int) -> dict[str, Any]:
     """Train one row and say how it went.
 
@@ -102,7 +91,7 @@ def train(name: str, setting: Setting, seed: int) -> dict[str, Any]:
     """
     begun = time.perf_counter()
     row = bytes_rows.row(name)
-    _, text = text_of(setting.data, setting.vocabulary)
+    _, text = tokens_of(setting.data, setting.vocabulary)
     model = copy.deepcopy(_start(setting, seed)).to(setting.device)
     device = torch.device(setting.device)
     graph = setting.graph and device.type == "cuda" and row.family == "ours"
@@ -126,7 +115,7 @@ def train(name: str, setting: Setting, seed: int) -> dict[str, Any]:
         if setting.clip:
             nn.utils.clip_grad_norm_(parameters, setting.clip)
         if graph and number == EAGER_STEPS + 1:
-            drive.append(_captured(optimizer))
+            drive.append(captured_step(optimizer))
         drive[-1][0]()
         return loss.detach()
 
@@ -179,7 +168,7 @@ def _start(setting: Setting, seed: int) -> nn.Module:
 def _trained(setting: Setting, model: nn.Module, seed: int) -> dict[str, Tensor]:
     """The weights after training in fp32, rounded to bf16."""
     device = torch.device(setting.device)
-    _, text = text_of(setting.data, setting.vocabulary)
+    _, text = tokens_of(setting.data, setting.vocabulary)
     model = model.to(device)
     optimizer = torch.optim.AdamW(
         model.parameters(), setting.lr, (setting.beta1, setting.beta2), setting.eps, setting.weight_decay
@@ -193,16 +182,3 @@ def _trained(setting: Setting, model: nn.Module, seed: int) -> dict[str, Tensor]
         optimizer.step()
     recipes.cast(model, torch.bfloat16)
     return model.cpu().state_dict()
-
-
-def _captured(optimizer: torch.optim.Optimizer) -> tuple[Callable[[], Any], str]:
-    """The step as a replay; the step itself, and why, if it cannot be captured."""
-    graph = torch.cuda.CUDAGraph()
-    try:
-        # Nothing is computed while it is captured.
-        with torch.cuda.graph(graph):
-            optimizer.step()
-    except Exception as error:
-        torch.cuda.synchronize()
-        return optimizer.step, f"eager, not captured: {reason(error)}"
-    return graph.replay, "graph"

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
 from narrowgauge.distributed import compressed_allreduce_hook
+from narrowgauge.trainers._task import to_device
 from studies.shared import language
 from studies.shared.language import LOOK_EVERY, Result, Setting
 from studies.shared.resumable import RECENT, Study
@@ -143,7 +144,7 @@ def train(task: Task, plan: Plan) -> Result:
     for number in range(1, setting.steps + 1):
         language.set_rate(optimizer, setting.rate(number))
         optimizer.zero_grad()
-        loss = data.loss(ddp, language.moved(_share(data.draw()), setting.device))
+        loss = data.loss(ddp, to_device(_share(data.draw()), torch.device(setting.device)))
         torch.autograd.backward(loss)
         optimizer.step()
         waiting.append(loss.detach())

@@ -31,6 +31,7 @@ from narrowgauge.trainers._models import Preset, preset
 from studies.fit import planted, rows, training
 from studies.fit.training import FIT, Fits, Setting, Task
 from studies.shared import options
+from studies.shared.language import tokens_of
 from studies.shared.resumable import Study
 
 MODELS, RATES, BETAS = ("micro", "llama-micro", "bert-micro", "clip-micro"), (1e-3, 1e-4), (0.999,)
@@ -72,7 +73,7 @@ def about(setting: Setting, models: Sequence[str], rates: Sequence[float], betas
     plain = asdict(setting) | {name: getattr(setting, name) and getattr(setting, name).name for name in _PLAIN}
     data: dict[str, Any] = {}
     if any(isinstance(preset(model), Preset) for model in models):
-        source, text = training.text_of(setting.data, setting.vocabulary)  # into the cache, before many ask for it
+        source, text = tokens_of(setting.data, setting.vocabulary)  # into the cache, before many ask for it
         data = {
             "source": setting.data.name if setting.data else source,
             "text": len(text.train), "validation_tokens": len(text.validation),

@@ -28,16 +28,16 @@ from narrowgauge.recipes import _fit as fitting
 from narrowgauge.recipes._fit._choose import TooFewBytesError, for_bytes, total_noise
 from narrowgauge.recipes._fit._replay import Cost, Replay
 from narrowgauge.recipes._fit._storages import Measured
-from narrowgauge.trainers import LanguageTask, TokenizedCorpus, TrainSettings, load_corpus, tokenize
+from narrowgauge.trainers import LanguageTask, TrainSettings
 from narrowgauge.trainers._compare_run import mean_loss
 from narrowgauge.trainers._models import Preset, preset
-from narrowgauge.trainers._task import Examples
+from narrowgauge.trainers._task import Examples, to_device
 from studies.clip_precision import training as clip
 from studies.clip_precision.pairs import Draw, pairs_of
 from studies.fit import rows
 from studies.fit.forecasts import Forecasts, totals
-from studies.shared.graphed import EAGER, Gradients, reason
-from studies.shared.language import looks, measured_bytes, moved, set_rate, start_of
+from studies.shared.graphed import EAGER, Gradients, captured_step
+from studies.shared.language import looks, measured_bytes, set_rate, start_of, tokens_of
 from studies.shared.resumable import Result
 
 FITTED_ON, TRAINED_ON = 0, 1  # halves of the data
@@ -96,13 +96,6 @@ class Work:
     held_out_loss: Callable[[nn.Module], float]
 
 
-@functools.lru_cache(maxsize=1)
-def text_of(data: Path | None, vocabulary: int) -> tuple[str, TokenizedCorpus]:
-    """The text's name, and its tokens."""
-    corpus = load_corpus(data)
-    return corpus.source, tokenize(corpus, vocabulary)
-
-
 def work(name: str, setting: Setting, seed: int, half: int) -> Work:
     """A model of a seed's weights, on one half of the data."""
     make = _language if isinstance(preset(name), Preset) else _clip
@@ -110,7 +103,7 @@ def work(name: str, setting: Setting, seed: int, half: int) -> Work:
 
 
 def _language(name: str, setting: Setting, seed: int, half: int) -> Work:
-    _, tokens = text_of(setting.data, setting.vocabulary)
+    _, tokens = tokens_of(setting.data, setting.vocabulary)
     middle = len(tokens.train) // 2
     part = tokens.train[:middle] if half == FITTED_ON else tokens.train[middle:]
     sizes = preset(name)
@@ -121,7 +114,7 @@ def _language(name: str, setting: Setting, seed: int, half: int) -> Work:
     )  # fmt: skip
     start = copy.deepcopy(start_of(name, setting.vocabulary, setting.sequence, seed)).to(setting.device)
     return Work(
-        start, lambda: moved(task.draw(), setting.device), task.loss, task.after_step,
+        start, lambda: to_device(task.draw(), torch.device(setting.device)), task.loss, task.after_step,
         lambda model: _held_out(task.loss, model, task.validation(), 4 * setting.batch, setting.device),
     )  # fmt: skip
 
@@ -154,7 +147,8 @@ def _held_out(
 
     def losses() -> Iterator[tuple[Tensor, int]]:
         for tensors in zip(*parts, strict=True):
-            yield loss(model, moved(dict(zip(examples, tensors, strict=True)), device)), len(tensors[0])
+            part = dict(zip(examples, tensors, strict=True))
+            yield loss(model, to_device(part, torch.device(device))), len(tensors[0])
 
     return mean_loss(losses())
 
@@ -268,7 +262,7 @@ def train(task: Task, setting: Setting, recipe: Recipe) -> Result:
         set_rate(optimizer, task.lr * factor)
         loss = gradients(made.draw())
         if number == EAGER + 2 and gradients.how == "graph":  # from here on gradients are where they were
-            drive.append(_captured(optimizer))
+            drive.append(captured_step(optimizer))
         drive[-1][0]()
         made.after_step(model)
         return loss
@@ -294,18 +288,6 @@ def train(task: Task, setting: Setting, recipe: Recipe) -> Result:
         "step_ms": 1e3 * statistics.median(times[1:] or times),
         "seconds": time.perf_counter() - begun,
     }
-
-
-def _captured(optimizer: torch.optim.Optimizer) -> tuple[Callable[[], Any], str]:
-    """The step as a replay; the step itself, and why, if it cannot be captured."""
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):  # nothing is computed while it is captured
-            optimizer.step()
-    except Exception as error:
-        torch.cuda.synchronize()
-        return optimizer.step, f"eager, not captured: {reason(error)}"
-    return graph.replay, "graph"
 
 
 Fits = Mapping[tuple[str, float, float], Mapping[str, Any]]  # by model, learning rate and β2 what `fit` gave

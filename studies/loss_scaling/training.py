@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.trainers._task import to_device
 from studies.loss_scaling import look as looking
 from studies.loss_scaling import rows
 from studies.shared import language
 from studies.shared.graphed import Gradients
-from studies.shared.language import Result, Setting, moved
+from studies.shared.language import Result, Setting
 
 BEFORE, AFTER = 20, 80  # steps around the spike of which every loss and scale is kept
 
@@ -94,7 +95,7 @@ def train(
     def step(number: int) -> Tensor:
         """A step: its loss and its scale, on the device."""
         language.set_rate(optimizer, setting.rate(number))
-        examples = moved(task.draw(), setting.device)
+        examples = to_device(task.draw(), torch.device(setting.device))
         if number in looked_at:
 
             def loss_of(model: nn.Module) -> Tensor:

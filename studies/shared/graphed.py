@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +91,18 @@ def captured(passes: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         found = passes()
     return graph.replay, found
+
+
+def captured_step(optimizer: torch.optim.Optimizer) -> tuple[Callable[[], Any], str]:
+    """An optimizer's step as a replay; the step itself, and why, if it cannot be captured."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):  # nothing is computed while it is captured
+            optimizer.step()
+    except Exception as error:
+        torch.cuda.synchronize()
+        return optimizer.step, f"eager, not captured: {reason(error)}"
+    return graph.replay, "graph"
 
 
 def reason(error: BaseException) -> str:

@@ -40,7 +40,7 @@ from narrowgauge.trainers import (
 from narrowgauge.trainers._compare_run import mean_loss
 from narrowgauge.trainers._extras import add_stable_embedding
 from narrowgauge.trainers._models import preset
-from narrowgauge.trainers._task import Examples
+from narrowgauge.trainers._task import to_device
 from studies.shared import installed, options
 from studies.shared.graphed import Gradients
 
@@ -95,6 +95,13 @@ def text_of(data: Path | None, megabytes: int, vocabulary: int) -> tuple[Corpus,
     """The text, and its tokens: made once, and in the cache afterwards."""
     corpus = installed.installed_sources(megabytes * MEGABYTE) if data is None else load_corpus(data)
     return corpus, tokenize(corpus, vocabulary)
+
+
+@functools.lru_cache(maxsize=1)
+def tokens_of(data: Path | None, vocabulary: int) -> tuple[str, TokenizedCorpus]:
+    """A text's name, and its tokens; None for the source of Python's standard library."""
+    corpus = load_corpus(data)
+    return corpus.source, tokenize(corpus, vocabulary)
 
 
 def about_text(setting: Setting) -> dict[str, Any]:
@@ -191,7 +198,7 @@ def train(make: Maker, setting: Setting, beta2: float, seed: int) -> Result:
         due = setting.gauge_every > 0 and (number % setting.gauge_every == 0 or number == 2)
         if isinstance(optimizer, NarrowOptimizer):
             optimizer.gauges = due
-        loss = gradients(moved(task.draw(), setting.device))
+        loss = gradients(to_device(task.draw(), device))
         optimizer.step()
         if due and isinstance(optimizer, NarrowOptimizer):
             stats[number] = UpdateStats.total(list(optimizer.last_stats.values()))
@@ -259,22 +266,16 @@ def gauges_of(stats: dict[int, UpdateStats]) -> dict[str, list[float]]:
 @torch.no_grad()
 def evaluate(model: nn.Module, task: LanguageTask, setting: Setting) -> float:
     """Mean validation loss, a step's windows at a time."""
+    device = torch.device(setting.device)
 
     def parts() -> Iterator[tuple[Tensor, int]]:
         held_out = task.validation()
         count = len(next(iter(held_out.values())))
         for first in range(0, count, setting.batch):
             examples = {name: tensor[first : first + setting.batch] for name, tensor in held_out.items()}
-            yield task.loss(model, moved(examples, setting.device)), len(next(iter(examples.values())))
+            yield task.loss(model, to_device(examples, device)), len(next(iter(examples.values())))
 
     return mean_loss(parts())
-
-
-def moved(examples: Examples, device: str) -> Examples:
-    """Examples on the device."""
-    if device == "cpu":
-        return examples
-    return {name: t.pin_memory().to(device, non_blocking=True) for name, t in examples.items()}
 
 
 def curve(losses: Sequence[float], points: int = 100) -> list[list[float]]:

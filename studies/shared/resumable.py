@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import json
 import multiprocessing
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 import typer
 
+from narrowgauge._files import write_whole
 from studies.shared import options
 
 Result = dict[str, Any]
@@ -84,14 +84,12 @@ class Study:
         print(f"{_named(task)}: {result.get('failed') or _said(result)}", flush=True)
 
     def write(self, left: Sequence[Any]) -> None:
-        """Written aside, then renamed: who is ended in the middle leaves the last whole file."""
+        """Write the results: who is ended in the middle leaves the last whole file."""
         asked = [asdict(task) for task in left]
         made = [run.items() for run in self.runs]
         before = [task for task in self._before if task not in asked and not any(task.items() <= of for of in made)]
         results = self.about | {"runs": self.runs, "unfinished": asked + before}
-        aside = self._out.with_suffix(".tmp")
-        aside.write_text(json.dumps(options.rounded(results), separators=(",", ":")) + "\n")
-        os.replace(aside, self._out)
+        write_whole(self._out, json.dumps(options.rounded(results), separators=(",", ":")) + "\n")
 
     def make(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from threading import Event
@@ -30,6 +30,8 @@ from narrowgauge.distributed import (
 )
 from narrowgauge.distributed._checkpoint import _save
 from narrowgauge.optim._sharded_state import with_single_words
+
+pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have: in bf16 the order of sums is seen
 
 WORLD = 2
 # Storages whose words are sharded element by element as parameters are, or in blocks that begin with shards.
@@ -162,15 +164,6 @@ def loading_on_three(rank: int, folder: Path) -> dict[str, list[float]]:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("saved")
     return folder, on_ranks(WORLD, folder, saving)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As the ranks have: in bf16 the order of sums is seen."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def alone(way: str, kind: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:

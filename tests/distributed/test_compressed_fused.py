@@ -14,6 +14,7 @@ import torch
 from compressed_passes import Team, differences, gradients, wire_of
 
 from narrowgauge.distributed import _compressed_passes as fused
+from narrowgauge.distributed._compressed_allreduce import Beside, _done
 from narrowgauge.distributed._compressed_layout import ErrorFeedback
 from narrowgauge.distributed._compressed_passes import (
     AllreducePasses,
@@ -202,3 +203,18 @@ def test_all_kinds_compile_for_hopper_without_spills() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "'spills': False" in done.stdout
+
+
+@pytest.mark.gpu
+def test_orders_hold_on_a_gpu() -> None:
+    """A long kernel before, one beside and one after, on the same numbers: many times, or luck would do."""
+    side, x = Beside(torch.device("cuda", torch.cuda.current_device())), torch.zeros(1 << 22, device="cuda")
+    for _ in range(50):
+        x.zero_()
+        for _ in range(20):
+            x.add_(1)
+        with side:
+            future = _done(x * 2)
+        y = future.wait()
+        x.fill_(7)
+        assert (y == 40).all()

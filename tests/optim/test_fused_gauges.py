@@ -147,6 +147,19 @@ def test_sums_by_hand(device: str) -> None:
     assert math.isnan(optimizer.last_stats["p"].rms)
 
 
+def test_totals_add_sums_not_ratios_and_nothing_intended_is_nan() -> None:
+    one = UpdateStats(torch.tensor([4.0, 4, 4, 2, 0, 0], dtype=torch.float64))
+    two = UpdateStats(torch.tensor([1.0, 0, 0, 8, 8, 8], dtype=torch.float64))
+    total = UpdateStats.total([one, two])
+    assert total.effective_descent_quality == 4 / 5
+    assert total.lost_updates == 0.8
+    assert math.isnan(UpdateStats(torch.zeros(6, dtype=torch.float64)).lost_updates)
+    with pytest.raises(ValueError, match="stats must not be empty"):
+        UpdateStats.total([])
+    with pytest.raises(AttributeError):
+        one.unknown  # noqa: B018
+
+
 def test_low_words_are_told_apart(device: str) -> None:
     """A quarter of a unit is stored and not seen: 256 units of 2^-16 make a bf16's last one in [1, 2)."""
     for weights in ("kahan", "expansion", "split", "split8", "master"):

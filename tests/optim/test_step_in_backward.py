@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from narrowgauge import optim
 from narrowgauge.optim import NarrowOptimizer, step_in_backward
-from narrowgauge.trainers._memory import peak_memory
+from narrowgauge.trainers._compare_run import peak_memory
 
 BF16 = {"weights": "split8", "min_quantized_size": 0}
 
@@ -195,6 +195,28 @@ def test_groups_may_be_made_by_a_function_frozen_and_added_later() -> None:
         assert optimizer.state[model.blocks[0][0].weight]["step"] == 2
         ends.append(model)
     assert same(*ends)
+
+
+def test_a_removed_handle_leaves_an_ordinary_optimizer() -> None:
+    """Gradients stay then, and `step()` moves the weights again."""
+    model, other = Tied().bfloat16(), Tied().bfloat16()
+    optimizer = step_in_backward(model, optim.AdamW8bit, lr=1e-2, **BF16)
+    ordinary = optim.AdamW8bit(other.named_parameters(), lr=1e-2, **BF16)
+    assert ordinary.in_backward is None
+    handle = optimizer.in_backward
+    assert handle is not None
+    for step in range(6):
+        if step == 3:
+            handle.remove()
+            handle.remove()  # as with torch's handles, again is nothing
+            assert optimizer.in_backward is None
+        model(batch(step)).backward()
+        assert all((p.grad is None) == (step < 3) for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        train(other, ordinary, range(step, step + 1))
+    assert same(model, other)
+    assert "in backward" not in str(optimizer.describe())
 
 
 def test_accumulation_is_found_out() -> None:

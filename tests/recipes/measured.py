@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.recipes._timeline import rounded
-from narrowgauge.trainers._memory import peak_memory
+from narrowgauge.trainers._compare_run import peak_memory
 
 
 def saved_bytes(model: nn.Module, loss: Callable[[], Tensor], given: Tensor | None = None) -> int:

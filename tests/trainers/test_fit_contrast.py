@@ -20,8 +20,8 @@ from narrowgauge.linear import TENSORWISE_FP8, swap_linears
 from narrowgauge.linear._matmuls import Matmuls
 from narrowgauge.trainers import TrainSettings, fit
 from narrowgauge.trainers._build import build_parts
+from narrowgauge.trainers._compare_run import peak_memory
 from narrowgauge.trainers._data import open_task
-from narrowgauge.trainers._memory import peak_memory
 from narrowgauge.trainers._parallel import ALONE
 from narrowgauge.trainers._run_folder import GAUGES, HISTORY, read_history
 from narrowgauge.trainers._task import Step, divided

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,16 +17,9 @@ from narrowgauge.trainers._models import (
     presets,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = ["micro", "mini", "tiny", "llama-micro"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small only wait for a second thread, for seconds where others use the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from rich.progress import TaskID
 from rich.text import Text
 
 from narrowgauge import trainers
+from narrowgauge._files import set_aside
 from narrowgauge.cli._console import Display, asked_to_stop, complain
 from narrowgauge.cli._environment import find_device, out_of_memory, refuse_processes
 from narrowgauge.cli._files import UsageError, folder_to_write, user_input
@@ -25,7 +26,6 @@ from narrowgauge.recipes import Recipe
 from narrowgauge.trainers import CompareProgress, Comparison, Run, TokenizedCorpus
 from narrowgauge.trainers._compare import check_settings, named_recipes, outcome
 from narrowgauge.trainers._compare_table import legend, tables
-from narrowgauge.trainers._earlier import set_aside
 from narrowgauge.trainers._parallel import ALONE
 from narrowgauge.trainers._run_folder import locked
 from narrowgauge.trainers._tokens import is_prepared

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from narrowgauge import recipes, trainers
+from narrowgauge._files import set_aside
 from narrowgauge.cli._compare import Record
 from narrowgauge.cli._console import Display, asked_to_stop, complain
 from narrowgauge.cli._environment import find_device, out_of_memory, refuse_processes
@@ -29,7 +30,6 @@ from narrowgauge.recipes._choices import TOLERANCE
 from narrowgauge.trainers import DEFAULT_VOCABULARY, Comparison, presets
 from narrowgauge.trainers._build import plain_model
 from narrowgauge.trainers._data import Opened, open_task
-from narrowgauge.trainers._earlier import set_aside
 from narrowgauge.trainers._image_models import ClipSizes
 from narrowgauge.trainers._models import preset
 from narrowgauge.trainers._task import Examples, count, divided, to_device

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from narrowgauge._files import write_whole
-from narrowgauge.trainers._earlier import set_aside
+from narrowgauge._files import set_aside, write_whole
 
 Json = dict[str, Any]
 RESULTS, REPORT = "results.json", "report.html"

@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from narrowgauge._files import write_whole
 
 _VERSION = 1
 
@@ -52,12 +53,7 @@ def merge_records(path: Path, device: str, records: Mapping[str, Any]) -> bool:
         with locked(path.with_suffix(".lock")):
             contents = read_records(path)
             contents.setdefault(device, {}).update(records)
-            with tempfile.TemporaryDirectory(dir=path.parent) as made:
-                written = Path(made) / path.name
-                written.write_text(
-                    json.dumps({"version": _VERSION, "devices": contents}, indent=1), encoding="utf-8"
-                )
-                os.replace(written, path)
+            write_whole(path, json.dumps({"version": _VERSION, "devices": contents}, indent=1))
     except OSError:
         return False
     return True

@@ -3,25 +3,34 @@
 from narrowgauge.optim._describe import Description
 from narrowgauge.optim._groups import split_decay
 from narrowgauge.optim._named._adafactor import Adafactor
-from narrowgauge.optim._named._adagrad import Adagrad, Adagrad8bit
 from narrowgauge.optim._named._adam import (
     LAMB,
     Adam,
     Adam8bit,
     AdamW,
     AdamW8bit,
+    Adan,
+    AdEMAMix,
+    AdEMAMix8bit,
     CollageAdamW,
     LAMB8bit,
+    NAdam,
     StableAdamW,
 )
-from narrowgauge.optim._named._adan import Adan
-from narrowgauge.optim._named._ademamix import AdEMAMix, AdEMAMix8bit
-from narrowgauge.optim._named._lion import Lion, Lion8bit
 from narrowgauge.optim._named._muon import Muon
-from narrowgauge.optim._named._nadam import NAdam
-from narrowgauge.optim._named._rmsprop import RMSprop, RMSprop8bit
 from narrowgauge.optim._named._schedule_free import ScheduleFreeAdamW
-from narrowgauge.optim._named._sgd import LARS, SGD, LARS8bit, SGD8bit
+from narrowgauge.optim._named._sgd import (
+    LARS,
+    SGD,
+    Adagrad,
+    Adagrad8bit,
+    LARS8bit,
+    Lion,
+    Lion8bit,
+    RMSprop,
+    RMSprop8bit,
+    SGD8bit,
+)
 from narrowgauge.optim._optimizer import NarrowOptimizer
 from narrowgauge.optim._options import Options
 from narrowgauge.optim._quantized_gradients import QuantizedGradients

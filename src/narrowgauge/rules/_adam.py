@@ -35,7 +35,7 @@ class AdamRule(Rule):
     """Adam with the decay in the gradient, or in the update; see the module."""
 
     # Collage-plus doubles the second moment only: the first has no trouble following the gradient.
-    moments = (
+    moments: tuple[Slot, ...] = (
         Slot("m", signed=True, preset="bf16", torch_key="exp_avg", normalizer="v"),
         Slot("v", signed=False, torch_key="exp_avg_sq"),
     )
@@ -46,7 +46,7 @@ class AdamRule(Rule):
         self._decoupled = decoupled
 
     def scalars(self, group: Mapping[str, Any], step: Scalar) -> dict[str, Scalar]:
-        beta1, beta2 = group["betas"]
+        beta1, beta2 = group["betas"][:2]
         schedule = group.get("beta2_schedule")
         new_weight2 = 1 - beta2 if schedule is None else step**-schedule
         return {
@@ -73,7 +73,11 @@ class AdamRule(Rule):
         m = arithmetic.accumulate(moments["m"], g, s["beta1"], s["new_weight1"])
         v, _ = self.second_moment(arithmetic, weight, grad, moments["v"], s)
         root = arithmetic.root(arithmetic.value(v), s["correction2"])
-        return arithmetic.value(m) / s["correction1"] / (root + s["eps"]), {"m": m, "v": v}
+        return self.numerator(arithmetic, m, g, s) / (root + s["eps"]), {"m": m, "v": v}
+
+    def numerator(self, arithmetic: Arithmetic, m: Any, g: Tensor, s: Scalars) -> Tensor:
+        """What the direction divides by the root, from the new m and the gradient."""
+        return arithmetic.value(m) / s["correction1"]
 
     def delta(self, u: Tensor, weight: Tensor, s: Scalars) -> Tensor:
         return -s["lr"] * (u + s["weight_decay"] * weight if self._decoupled else u)

@@ -24,49 +24,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.rules._adam import sum_of_powers
-from narrowgauge.rules._rule import Arithmetic, Effects, Moments, Rule, Scalar, Scalars, Second, Slot, Update
+from narrowgauge.rules._adam import AdamRule
+from narrowgauge.rules._rule import Arithmetic, Moments, Scalar, Scalars, Slot, Update
 
 
-class AdemamixRule(Rule):
+class AdemamixRule(AdamRule):
     """AdEMAMix; see the module."""
 
-    name = "ademamix"
     betas = 3
+    # Of m2 there is no `remaining_effect`: what it loses would act over ten thousand steps. Given to the weight at
+    # once it would come that much too early.
     moments = (
         Slot("m", signed=True, preset="bf16", normalizer="v"),
         Slot("m2", signed=True, normalizer="v"),
         Slot("v", signed=False),
     )
-    averaging = ("beta1", "new_weight1", "beta2", "new_weight2", "beta3", "new_weight3")
+    averaging = (*AdamRule.averaging, "beta3", "new_weight3")
+
+    def __init__(self) -> None:
+        super().__init__("ademamix", decoupled=True)
 
     def scalars(self, group: Mapping[str, Any], step: Scalar) -> dict[str, Scalar]:
-        beta1, beta2, beta3 = group["betas"]
-        alpha = group["alpha"]
+        (beta1, _, beta3), alpha = group["betas"], group["alpha"]
         if group["t_alpha"] is not None:
             alpha = alpha * _share(step, group["t_alpha"])
         if group["t_beta3"] is not None:
             done = _share(step, group["t_beta3"])
             beta3 = beta3 ** (1 / ((1 - done) * (_logarithm(beta3) / _logarithm(beta1)) + done))
-        return {
-            "lr": group["lr"],
-            "alpha": alpha,
-            "eps": group["eps"],
-            "weight_decay": group["weight_decay"],
-            "beta1": beta1,
-            "new_weight1": 1 - beta1,
-            "beta2": beta2,
-            "new_weight2": 1 - beta2,
-            "beta3": beta3,
-            "new_weight3": 1 - beta3,
-            "correction1": 1 - beta1**step,
-            "correction2": 1 - beta2**step,
-        }
-
-    def second_moment(self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, v: Any, s: Scalars) -> Second:
-        """(the new v, the bias-corrected v whose root the equation divides by)."""
-        v = arithmetic.accumulate_square(v, grad, s["beta2"], s["new_weight2"])
-        return v, arithmetic.value(v) / s["correction2"]
+        return {**super().scalars(group, step), "alpha": alpha, "beta3": beta3, "new_weight3": 1 - beta3}
 
     def direction(
         self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, moments: Moments, s: Scalars
@@ -77,15 +62,6 @@ class AdemamixRule(Rule):
         root = arithmetic.root(arithmetic.value(v), s["correction2"])
         both = arithmetic.value(m) / s["correction1"] + s["alpha"] * arithmetic.value(m2)
         return both / (root + s["eps"]), {"m": m, "m2": m2, "v": v}
-
-    def delta(self, u: Tensor, weight: Tensor, s: Scalars) -> Tensor:
-        return -s["lr"] * (u + s["weight_decay"] * weight)
-
-    def remaining_effect(self, arithmetic: Arithmetic, weight: Tensor, moments: Moments, s: Scalars) -> Effects:
-        # Not of m2: what it loses would act over ten thousand steps. Given to the weight at once it would come that
-        # much too early.
-        root = arithmetic.root(arithmetic.value(moments["v"]), s["correction2"])
-        return {"m": -s["lr"] * sum_of_powers(s["beta1"]) / (root + s["eps"])}
 
 
 def _share(step: Scalar, length: Scalar) -> Scalar:

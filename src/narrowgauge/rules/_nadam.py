@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.rules._adam import AdamRule, sum_of_powers
-from narrowgauge.rules._rule import Arithmetic, Effects, Moments, Scalar, Scalars, Update
+from narrowgauge.rules._rule import Arithmetic, Effects, Moments, Scalar, Scalars
 
 _TERMS = 32  # of the series below: it leaves out less than 2^-32
 
@@ -43,15 +43,8 @@ class NadamRule(AdamRule):
             "of_momentum": next_mu / (1 - product * next_mu),
         }
 
-    def direction(
-        self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, moments: Moments, s: Scalars
-    ) -> Update:
-        g = self._gradient(weight, grad, s)
-        m = arithmetic.accumulate(moments["m"], g, s["beta1"], s["new_weight1"])
-        v, _ = self.second_moment(arithmetic, weight, grad, moments["v"], s)
-        root = arithmetic.root(arithmetic.value(v), s["correction2"])
-        ahead = s["of_momentum"] * arithmetic.value(m) + s["of_gradient"] * g
-        return ahead / (root + s["eps"]), {"m": m, "v": v}
+    def numerator(self, arithmetic: Arithmetic, m: Any, g: Tensor, s: Scalars) -> Tensor:
+        return s["of_momentum"] * arithmetic.value(m) + s["of_gradient"] * g
 
     def remaining_effect(self, arithmetic: Arithmetic, weight: Tensor, moments: Moments, s: Scalars) -> Effects:
         root = arithmetic.root(arithmetic.value(moments["v"]), s["correction2"])

@@ -15,7 +15,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,9 @@ from narrowgauge._schedule import schedule
 from narrowgauge.optim import NarrowOptimizer, UpdateStats
 from narrowgauge.recipes import Recipe
 from narrowgauge.trainers._loop import fast_products, now, training_loop
-from narrowgauge.trainers._memory import peak_memory
 
 Loss = Callable[[nn.Module, Any], Tensor]
+T = TypeVar("T")
 
 _MEMORY_STEP = 3  # states exist since the first
 # Of a round: steps that are not timed, while caches fill and kernels are chosen, and steps that are.
@@ -277,3 +277,31 @@ def _measured_bytes(model: nn.Module, optimizer: NarrowOptimizer) -> dict[str, f
     }
     measured = {name: size / count for name, size in parts.items()}
     return measured | {"total": sum(measured.values())}
+
+
+def peak_memory(step: Callable[[], T], held: int, device: torch.device) -> tuple[T, int]:
+    """Run a step; returns its result and the peak of bytes in tensors while it ran.
+
+    On a GPU the allocator records it. On a CPU the resident set depends more on imports and on the allocator than
+    on the training; so torch's profiler records every allocation, and the running sum has a maximum.
+
+    `held`: bytes of the tensors that exist before and after it, parameters and optimizer states.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        result = step()
+        return result, torch.cuda.max_memory_allocated(device)
+    # The classic profiler: the newer one takes seconds to start and writes to the terminal.
+    profiler = cast(Any, torch.autograd)
+    options = (False, True, False, False, False, torch._C._profiler._ExperimentalConfig())
+    profiler._enable_profiler_legacy(profiler.ProfilerConfig(profiler.ProfilerState.CPU, *options))
+    try:
+        result = step()
+    finally:
+        records = profiler._disable_profiler_legacy()
+    current = peak = 0
+    for record in (record for thread in records for record in thread):
+        if record.kind() == "memory_alloc":
+            current += record.cpu_memory_usage()
+            peak = max(peak, current)
+    return result, held + peak

@@ -24,6 +24,7 @@ A resumed run removes the records after its checkpoint and takes those steps aga
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -35,11 +36,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from narrowgauge import recipes
-from narrowgauge._files import write_whole
+from narrowgauge._files import set_aside, write_whole
 from narrowgauge.distributed import DamagedCheckpointError, latest_checkpoint, load_checkpoint, save_checkpoint
 from narrowgauge.recipes import Adapt, FittedRecipe
 from narrowgauge.trainers._build import Parts
-from narrowgauge.trainers._earlier import set_aside
 from narrowgauge.trainers._parallel import ProcessGroup
 from narrowgauge.trainers._settings import (
     SettingsError,
@@ -124,10 +124,8 @@ def locked(out: Path, group: ProcessGroup) -> Iterator[None]:
 def _take(path: Path) -> tuple[int | None, str]:
     """Take the lock on a file: its descriptor, None where there is none; and which process holds it already."""
     try:
-        import fcntl  # not on Windows
-
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except (ImportError, OSError):
+    except OSError:
         return None, ""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,1 +1,1 @@
-"""The named optimizers, a file a rule: hyperparameters in torch's order, with torch's defaults, and options."""
+"""The named optimizers, a file for each family: torch's hyperparameters, order and defaults, and our options."""

@@ -111,7 +111,7 @@ def within(groups: Sequence[Candidates], tolerance: float) -> Chosen:
     chosen = _at(groups, 0.0)
     if not fits(chosen):
         return chosen
-    chosen = _at(groups, _price(groups, lambda price: not fits(_at(groups, price)))[0])
+    chosen = _at(groups, _price(lambda price: not fits(_at(groups, price)))[0])
     return _exchanged(groups, chosen, lambda other: fits(other), narrower=True)
 
 
@@ -132,7 +132,7 @@ def for_bytes(groups: Sequence[Candidates], each: float) -> Chosen:
         raise TooFewBytesError(least / elements)
     chosen = _at(groups, 0.0)
     if not fits(chosen):
-        chosen = _at(groups, _price(groups, lambda price: fits(_at(groups, price)))[1])
+        chosen = _at(groups, _price(lambda price: fits(_at(groups, price)))[1])
     return _exchanged(groups, chosen, fits, narrower=False)
 
 
@@ -154,7 +154,7 @@ def _at(groups: Sequence[Candidates], price: float) -> Chosen:
     }
 
 
-def _price(groups: Sequence[Candidates], too_high: Callable[[float], bool]) -> tuple[float, float]:
+def _price(too_high: Callable[[float], bool]) -> tuple[float, float]:
     """The highest price that is not too high, and the lowest that is, by bisection."""
     low, high = 0.0, _NEVER
     if not too_high(high):

@@ -29,16 +29,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from narrowgauge._arguments import Size, check, check_instance
-from narrowgauge.linear import EightBit, LinearPlan, linear, quantize
-from narrowgauge.linear._plan import MULTIPLIES, Multiply
+from narrowgauge._arguments import Size, check
+from narrowgauge.linear import EightBit, quantize
+from narrowgauge.linear._plan import Multiply
 from narrowgauge.linear._quantize import Format, ScaledCodes, Scaling
 from narrowgauge.linear._reference import scaled_matmul
 from narrowgauge.linear._swap import KEEP, READ_BY_ATTENTION, Candidate, candidates
@@ -270,44 +270,3 @@ def layer_errors(
 
 def _turn(x: Tensor, transposed: bool) -> Tensor:
     return x.t() if transposed else x
-
-
-def multiply_errors(x: Tensor, weight: Tensor, g: Tensor, plan: LinearPlan) -> dict[Multiply, float]:
-    """The error ρ of each multiply that a plan does on codes, measured by running the plan.
-
-    Multiplies in high precision whose operand is dequantized from saved codes are included.
-
-    Args:
-        x: inputs (..., n).
-        weight: (m, n), on the same device.
-        g: gradients of the output (..., m).
-        plan: the plan; tensor-wise scales are those of these tensors.
-
-    Raises:
-        ValueError: for a `plan` that is no `LinearPlan`, and shapes that do not fit.
-    """
-    check_instance("plan", plan, LinearPlan, "narrowgauge.linear.SWITCHBACK")
-    plan = replace(plan, arithmetic="simulated", tensor_absmax="step")
-    if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:] or g.shape != (*x.shape[:-1], *weight.shape[:1]):
-        raise ValueError(
-            "x, weight and g must have shapes (..., n), (m, n) and (..., m), got "
-            f"{tuple(x.shape)}, {tuple(weight.shape)} and {tuple(g.shape)}"
-        )
-    flat, w, gradient = (each.detach().to(torch.float32).reshape(-1, each.shape[-1]) for each in (x, weight, g))
-    with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
-        inputs = flat.clone().requires_grad_(), w.clone().requires_grad_()
-        y = linear(*inputs, None, plan)
-        grad_input, grad_weight = torch.autograd.grad(y, inputs, gradient)
-    flat, w, gradient = flat.double(), w.double(), gradient.double()
-    pairs: dict[Multiply, tuple[Tensor, Tensor]] = {
-        "output": (y.detach(), flat @ w.t()),
-        "grad_input": (grad_input, gradient @ w),
-        "grad_weight": (grad_weight, gradient.t() @ flat),
-    }
-    errors: dict[Multiply, float] = {}
-    for multiply in MULTIPLIES:
-        if getattr(plan, multiply) is not None or (plan.saved == "codes" and multiply != "output"):
-            error = _Error()
-            error.add(*pairs[multiply], multiply == "output")
-            errors[multiply] = error.value
-    return errors
