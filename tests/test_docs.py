@@ -397,7 +397,7 @@ def test_measured_pages_begin_with_the_answer_that_their_results_give() -> None:
         for side, of in curves.items()
     }
     ours = [each for (_, side), each in apart.items() if side[0].isupper()]
-    starts = [abs(each) for (_, side), each in apart.items() if side == "nn.Linear, other weights"]
+    starts = [each for (_, side), each in apart.items() if side == "nn.Linear, other weights"]
     for said in (
         f"`TENSORWISE_FP8` is {newer[0]} times as fast on an H200 and `SWITCHBACK` {newer[1]} times",
         f"on an H100 {older[0]} and {older[1]} times",
@@ -415,7 +415,7 @@ def test_measured_pages_begin_with_the_answer_that_their_results_give() -> None:
         f"the step takes {base_ms['cpp_clip_h200']:.1f} ms from C++",
         f"is {fused['llama-8b']} times as fast for LLaMA 8B and {fused['llama-1b']} times for LLaMA 1B",
         f"change them by −{-min(ours):.2f} to +{max(ours):.2f}",
-        f"other initial weights by {min(starts):.2f} to {max(starts):.2f}",
+        f"other initial weights by −{-min(starts):.2f} to +{max(starts):.2f}",
     ):
         assert said in answer
     assert all(float(each) < 1 for each in small)

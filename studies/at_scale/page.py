@@ -104,17 +104,23 @@ def margin_at(results: Results, runs: int, share: float) -> float | None:
     return readings.margin(deviation, runs)
 
 
-def by_chance(two: int, one: int) -> tuple[float, float]:
+def by_chance(two: int, one: int) -> tuple[float, float, float]:
     """How often chance makes a row of two runs "apart", and one of all rows, if all runs vary alike.
 
-    Simulated, with so many rows of two runs and of one beside the same two runs of the reference.
+    Then how often a row of two runs is beyond the limit that all such rows but the widest give. Simulated, with so
+    many rows of two runs and of one beside the same two runs of the reference.
     """
     noise = np.random.default_rng(0).standard_normal((100_000, two + one + 1, 2))
     apart = noise[:, :-1] - noise[:, -1:]
     deviation = np.sqrt(apart[:, :two].var(2, ddof=1).sum(1, keepdims=True) / two)
     pairs = abs(apart[:, :two].mean(2)) > readings.CERTAIN * deviation / math.sqrt(2)
     single = abs(apart[:, two:, 0]) > readings.CERTAIN * deviation
-    return float(pairs.mean()), float((pairs.any(1) | single.any(1)).mean())
+    variance = apart[:, :two].var(2, ddof=1)
+    rest = variance < variance.max(1, keepdims=True)
+    narrow = np.sqrt((variance * rest).sum(1, keepdims=True) / max(two - 1, 1))
+    beyond = rest & (abs(apart[:, :two].mean(2)) > readings.CERTAIN * narrow / math.sqrt(2))
+    any_of = pairs.any(1) | single.any(1)
+    return float(pairs.mean()), float(any_of.mean()), float(beyond.sum() / max(rest.sum(), 1))
 
 
 def verdict(results: Results, name: str) -> str:
@@ -367,8 +373,10 @@ def facts(results: Results) -> dict[str, str]:
         rest = readings.chance(each for each in apart if len(each) > 1 and max(each) - min(each) < max(spread))
         if rest is not None:
             named |= {"deviation_rest": f"{rest:.4f}", "margin_rest": f"{readings.margin(rest, 2):.4f}"}
-        each, any_of = by_chance(len(spread), sum(len(one) == 1 for one in apart))
+        each, any_of, of_rest = by_chance(len(spread), sum(len(one) == 1 for one in apart))
         named |= {"chance_two": f"{1 / each:.0f}", "chance_any": f"{1 / any_of:.0f}"}
+        named |= {"chance_rest": f"{1 / of_rest:.0f}"} if len(spread) > 1 else {}
+        named["apart_rows"] = str(sum(verdict(results, name).startswith("yes") for name in trains))
         named |= {"margin_two": f"{found.margin(2):.4f}", "margin_one": f"{found.margin(1):.4f}"}
     named |= {"early_above": f"{max(early):.2f}", "early_below": f"{-min(early):.2f}"}
     for name in names(results):
@@ -387,7 +395,7 @@ def facts(results: Results) -> dict[str, str]:
                 for at, apart in line
                 if at > SETTLED * training["steps"]
             ]
-            named[f"settled_{key}"] = f"{max(later):.3f}"
+            named[f"settled_{key}"] = f"{math.ceil(1e3 * max(later)) / 1e3:.3f}"  # a bound
             named[f"range_{key}"] = f"{max(found.apart(name)) - min(found.apart(name)):.4f}"
             faster = statistics.fmean(rates[name]) / statistics.fmean(rates[REFERENCE]) - 1
             named[f"faster_{key}"] = f"{100 * faster:.0f} %"
