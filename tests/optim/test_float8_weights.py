@@ -326,9 +326,10 @@ def test_words_that_another_weight_replaces_are_noticed() -> None:
             lambda: Recipe("", "", torch.float32, "fp8split8", linear="TENSORWISE_FP8"),
             "dtype must be torch.bfloat16 for weights='fp8split8', got torch.float32",
         ),
+        (lambda: Recipe("", "", torch.float32, "split"), "dtype must be torch.bfloat16 for weights='split', got"),
         (lambda: RECIPE.apply(nn.Embedding(4, 4)), "model must have linear layers for the plan .*, got none"),
     ],
-    ids=range(9),
+    ids=range(10),
 )
 @pytest.mark.filterwarnings("ignore:swap_linears. no linear layer:UserWarning")
 def test_what_cannot_be_is_refused_by_name(make, message: str) -> None:

@@ -234,3 +234,23 @@ def test_no_old_state_stays_in_memory() -> None:
     drive(p, optimizer, range(2, 3))
     gc.collect()
     assert old() is None
+
+
+@pytest.mark.parametrize("shape", [(40, 33), (33 * 40,), (4, 4)])
+def test_a_parameter_of_another_shape_is_refused_before_any_moves(shape: tuple[int, ...]) -> None:
+    ps = [torch.nn.Parameter(torch.ones(SHAPE, dtype=torch.bfloat16)) for _ in range(3)]
+    optimizer = AdamW8bit([(f"w{i}", p) for i, p in enumerate(ps)], lr=1e-2)
+    for p in ps:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    before = [p.clone() for p in ps]
+    ps[1].grad = None
+    ps[1].data = torch.ones(shape, dtype=torch.bfloat16)
+    ps[1].grad = torch.ones_like(ps[1])
+    with pytest.raises(ValueError, match=r"w1 must have the shape of its state, \(33, 40\), got"):
+        optimizer.step()
+    assert torch.equal(ps[0], before[0])
+    assert torch.equal(ps[2], before[2])
+    del optimizer.state[ps[1]]
+    optimizer.step()
+    assert (ps[1] < 1).all()

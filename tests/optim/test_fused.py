@@ -293,3 +293,21 @@ def test_without_openmp_pythons_threads_do_the_same(weights: str) -> None:
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_step_takes_as_many_threads_as_torch_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        p, optimizer = trained("AdamW", {}, fused=True, shape=(2, 70_001))
+        kernel = kernel_of(optimizer._engine.plans[p], optimizer.param_groups[0], p.dtype, False)
+        assert isinstance(kernel, CKernel)
+        seen: list[int] = []
+        step = kernel.step_list
+        monkeypatch.setattr(kernel, "step_list", lambda *given: (seen.append(given[-1]), step(*given)))
+        optimizer.step()
+        torch.set_num_threads(1)
+        optimizer.step()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [3, 1]

@@ -249,10 +249,14 @@ class _Table:
         own = list(dict.fromkeys(id(step.group) for step in steps))
         self._groups = [groups[identity] for identity in own]
         self._group_of = np.array([own.index(id(step.group)) for step in steps], dtype=np.int64)
-        self._threads = threads_for(int(sizes.sum()))
+        self._elements = int(sizes.sum())
         self._layout = tuple(array.ctypes.data for array in (self._rows, self._owners, self._begins))
         self._moving = [step.param for step in steps]
         self._sums: Tensor | None = None
+
+    @property
+    def _threads(self) -> int:
+        return threads_for(self._elements)  # torch.set_num_threads may be called between steps
 
     def find_gradients(self) -> None:
         """Take down where gradients are now."""
@@ -367,13 +371,13 @@ class _Table:
 
     def _spread(self, chunks: tuple[int, int], part: Callable[[int, int, int], None]) -> None:
         """Call a function of C with (first, end, threads): at once, or without OpenMP in threads of Python's."""
-        first, last = chunks
-        if self.kernel.threaded or self._threads == 1:
-            part(first, last, self._threads)
+        (first, last), threads = chunks, self._threads
+        if self.kernel.threaded or threads == 1:
+            part(first, last, threads)
             return
-        ends = [first + (last - first) * k // self._threads for k in range(self._threads + 1)]
-        with ThreadPoolExecutor(self._threads) as pool:
-            list(pool.map(part, ends, ends[1:], [1] * self._threads))
+        ends = [first + (last - first) * k // threads for k in range(threads + 1)]
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(part, ends, ends[1:], [1] * threads))
 
 
 @functools.lru_cache(maxsize=256)

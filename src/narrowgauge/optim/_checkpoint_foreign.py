@@ -83,7 +83,10 @@ def _our_group(optimizer: str, number: int, live: Group, saved: Group) -> dict[s
 def _our_state(plan: ParamPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in entry.items():
         if not isinstance(value, Tensor) and not is_number(value):
-            raise ValueError(f"state_dict: {key!r} of {plan.name} must be a tensor or a number, got {shown(value)}")
+            hint = "; flattened states need the storages they were saved with" if isinstance(value, dict) else ""
+            raise ValueError(
+                f"state_dict: {key!r} of {plan.name} must be a tensor or a number, got {shown(value)}{hint}"
+            )
     return dict(entry)
 
 

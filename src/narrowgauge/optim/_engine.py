@@ -95,7 +95,8 @@ class Engine:
             FloatingPointError: if `nonfinite` is ``"raise"`` and a gradient is not finite.
             RuntimeError: for a sparse gradient.
             TypeError: for a parameter whose class does not know all operations of a step.
-            StalePlanError: for a parameter that must be planned again. In all cases no parameter has moved.
+            StalePlanError: for a parameter that must be planned again.
+            ValueError: for a parameter of another shape than its state's. In all cases no parameter has moved.
         """
         params = list(chain.from_iterable([group["params"] for group in groups]))
         grads = list(map(_GRAD, params))
@@ -188,8 +189,14 @@ class Engine:
             begin()
         for index in there:
             plan = self.plans.get(params[index])
-            if plan is None or plan.kind != kind_of(params[index]):
+            p = params[index]
+            if plan is None or plan.kind != kind_of(p) or (plan.shape != p.shape and not state.get(p)):
                 raise StalePlanError
+            if plan.shape != p.shape:
+                raise ValueError(
+                    f"params: {plan.name} must have the shape of its state, {tuple(plan.shape)}, got "
+                    f"{tuple(p.shape)}; delete optimizer.state[parameter] to start anew"
+                )
             refuse_sparse(plan.name, grads[index])
         steps = []
         for index in there:

@@ -1,4 +1,6 @@
-"""A parameter that becomes a `Float8Weight`, or ceases to be one, in a running optimizer."""
+"""What stores a given weight, and a parameter that becomes a `Float8Weight`, or ceases to be one, in a running
+optimizer.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from narrowgauge.optim._plan import ParamPlan, State
 from narrowgauge.optim._sharding import is_shared
 from narrowgauge.storage import Float8Weight, WeightStorage
 from narrowgauge.storage._float8_weight import become
+from narrowgauge.storage._weights import Written
 
 
 @torch.no_grad()
@@ -38,10 +41,7 @@ def change_class(p: Tensor, plan: ParamPlan, state: State, target: WeightStorage
     if target.float8:
         hi, low = Float8Weight.of(whole), None
     else:
-        hi = whole.to(plan.dtype)
-        hi, low = target.add(
-            hi, target.init(hi), whole, torch.zeros_like(whole), lambda: _nearest(whole, target.random_bits)
-        )
+        hi, low = words_of(whole, target, plan.dtype)
     become(p, hi)
     state.pop(plan.weight_key or "", None)
     if low is not None:
@@ -55,6 +55,8 @@ def change_class(p: Tensor, plan: ParamPlan, state: State, target: WeightStorage
     return undo
 
 
-def _nearest(x: Tensor, bits: int) -> Tensor:
-    """In place of random numbers of so many bits: those that round to the nearest."""
-    return torch.full(x.shape, 1 << (bits - 1), dtype=torch.int64, device=x.device)
+def words_of(weight: Tensor, storage: WeightStorage, dtype: torch.dtype) -> Written:
+    """The parameter and low word nearest to a float32 weight."""
+    hi = weight.to(dtype)
+    half = torch.full(weight.shape, 1 << (storage.random_bits - 1), dtype=torch.int64, device=weight.device)
+    return storage.add(hi, storage.init(hi), weight, torch.zeros_like(weight), lambda: half)

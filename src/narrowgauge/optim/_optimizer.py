@@ -27,7 +27,7 @@ from narrowgauge.optim._checkpoint_foreign import VERSION, VERSION_KEY, export_t
 from narrowgauge.optim._describe import Description, describe
 from narrowgauge.optim._eager import check_terms
 from narrowgauge.optim._engine import Engine, StalePlanError
-from narrowgauge.optim._float8_convert import change_class
+from narrowgauge.optim._float8_convert import change_class, words_of
 from narrowgauge.optim._options import (
     LIMIT,
     Options,
@@ -688,6 +688,40 @@ class NarrowOptimizer(torch.optim.Optimizer):
             wide = plan.weight.exact(part, low).to(torch.float32)
             found[p] = as_shared(p, wide) if is_shared(p) else wide
         return found
+
+    @torch.no_grad()
+    def set_full_weights(self, weights: Mapping[Tensor, Tensor]) -> None:
+        """Set weights with their low words or master copies, from float32: the way back of `full_weights`.
+
+        Moments stay as they are. What a storage has no room for is rounded.
+
+        Args:
+            weights: {parameter: its weight, of its shape}; for a sharded parameter a DTensor with its placements.
+                Other parameters are left alone.
+
+        Raises:
+            ValueError: for a parameter of no group, and a weight of another shape; nothing is changed then.
+        """
+        plans = dict(self.plans())
+        for p, wide in weights.items():
+            if p not in plans:
+                got = f"one of shape {tuple(p.shape)}"
+                raise ValueError(f"weights must be of parameters of the optimizer, got {got}")
+            if wide.shape != p.shape or is_shared(wide) != is_shared(p):
+                raise ValueError(
+                    f"weights of {plans[p].name} must be {'a DTensor' if is_shared(p) else 'a tensor'} of shape "
+                    f"{tuple(p.shape)}, got a {type(wide).__name__} of shape {tuple(wide.shape)}"
+                )
+        groups = {p: group for group in self.param_groups for p in group["params"]}
+        for p, wide in weights.items():
+            part, exact = local(p.detach()), local(wide.detach()).to(p.device, torch.float32)
+            if (key := plans[p].weight_key) is None:
+                part.copy_(exact)
+                continue
+            if not self.state.get(p):
+                self.state[p] = plans[p].init(part, groups[p])
+            hi, self.state[p][key] = words_of(exact, plans[p].weight, p.dtype)
+            part.copy_(hi)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state that `state_dict` gave, or that torch's or bitsandbytes' optimizer of this kind saved.

@@ -141,6 +141,7 @@ class ParamPlan:
         strict: whether every operation is rounded to the storages' formats.
         why: the reason that was given for its storages, and what differs from what was asked for; empty if nothing.
         kind: what the plan depends on besides the options; see `kind_of`.
+        shape: the parameter's, which its state was made for.
         shard: the part of the parameter on this rank; None if all of it is.
         weight_key: the state's key of the low word; None without one.
     """
@@ -154,6 +155,7 @@ class ParamPlan:
     strict: bool
     why: str
     kind: Kind
+    shape: torch.Size
     shard: Shard | None = None
 
     @property
@@ -314,7 +316,7 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
     slots = tuple(plans.pop(slot) for slot in active)
     differing = (f"{', '.join(names)} {reason}" for reason, names in why.items())
     noted = "; ".join(filter(None, (noted, *differing)))
-    return ParamPlan(name, index, rule, weight, slots, tuple(plans.values()), strict, noted, kind, shard)
+    return ParamPlan(name, index, rule, weight, slots, tuple(plans.values()), strict, noted, kind, p.shape, shard)
 
 
 def own_storages(group: Mapping[str, Any], name: str, kind: Kind | None = None) -> dict[str, str]:

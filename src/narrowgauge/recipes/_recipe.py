@@ -69,8 +69,9 @@ class Recipe:
             raise ValueError(
                 f"linear must be a plan that multiplies weights in e4m3 for weights={self.weights!r}, got {got}"
             )
-        if self.float8_plan is not None and self.dtype != torch.bfloat16:
-            raise ValueError(f"dtype must be torch.bfloat16 for weights={self.weights!r}, got {self.dtype}")
+        if self.dtype not in (dtypes := weight_storage(self.weights).dtypes):
+            words = " or ".join(map(str, dtypes))
+            raise ValueError(f"dtype must be {words} for weights={self.weights!r}, got {self.dtype}")
         for name in self.settings:
             if not self.takes(name):
                 taken = [each for each in _arguments(self.optimizer) if self.takes(each)]
