@@ -1,7 +1,9 @@
-"""Names in sentences, and what they have in common."""
+"""What users are told: names in sentences, and warnings."""
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Sequence
 
 
@@ -28,3 +30,11 @@ def alike(names: Sequence[str]) -> dict[str, list[str]]:
 def patterns(names: Sequence[str]) -> list[str]:
     """Names, with * for numbers in which they differ."""
     return list(alike(names))
+
+
+def warn(words: str) -> None:
+    """A UserWarning that points at the line of the user's that led here."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "narrowgauge"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(words, stacklevel=level)

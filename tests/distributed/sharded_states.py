@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -190,6 +191,21 @@ def by_torch(rank: int, folder: Path, cases: Sequence[Case] = BY_TORCH) -> dict[
 
 def others_by_torch(rank: int, folder: Path) -> dict[Case, Any]:
     return by_torch(rank, folder, OTHERS)
+
+
+def of_the_page(rank: int, folder: Path) -> bool:
+    """What `docs/distributed.md` shows: a whole state from the first rank, of which the others have nothing."""
+    page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
+    (block,) = re.findall(r"^```py\n(.*?set_optimizer_state_dict.*?)^```", page, re.MULTILINE | re.DOTALL)
+    save, load = block.split("\n...\n")
+    net, optimizer = model("AdamW", "split8, log8", BLOCK, shared=True)
+    train(net, optimizer, range(2))
+    names = {"model": net, "optimizer": optimizer}
+    exec(save, names)
+    other, fresh = model("AdamW", "split8, log8", BLOCK, shared=True, seed=1)
+    exec(load, {**names, "model": other, "optimizer": fresh})
+    weights_too = all(same(p.detach().to_local(), other[name].detach().to_local()) for name, p in net.items())
+    return weights_too and same_states(net, optimizer, other, fresh)
 
 
 def away(net: Any, optimizer: Any, wanted: dict[str, dict[str, Tensor]]) -> float:

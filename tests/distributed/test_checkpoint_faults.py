@@ -127,6 +127,45 @@ def test_a_link_to_a_folder_that_is_not_there_is_no_new_run(tmp_path: Path) -> N
         save_checkpoint(tmp_path / "run", model=Net(), optimizer=None, step=1)
 
 
+def test_links_to_checkpoints_are_neither_counted_nor_removed(run: Path) -> None:
+    links = run / "step-000000100", run / "step-000000101"
+    for link, name in zip(links, ("step-000000002", "step-000000004"), strict=True):
+        link.symlink_to(name)
+    save_checkpoint(run, model=Net(), optimizer=None, step=5)
+    names = sorted(path.name for path in run.glob("step-*"))
+    assert names == ["step-000000004", "step-000000005", "step-000000100", "step-000000101"]
+    save_checkpoint(run, model=Net(), optimizer=None, step=6)
+    assert all(link.is_symlink() for link in links)
+    assert latest_checkpoint(run) == run / "step-000000006"
+
+
+def test_warnings_point_at_the_caller(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run / "latest").write_text("nothing")
+    with pytest.warns(UserWarning, match="latest names 'nothing'") as caught:
+        latest_checkpoint(run)
+    assert caught[0].filename == __file__
+
+    def refuse(path: Path) -> None:
+        raise OSError("busy")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.rmtree", refuse)
+        with pytest.warns(UserWarning, match="could not be removed: busy") as caught:
+            save_checkpoint(run, model=Net(), optimizer=None, step=5)
+    assert caught[0].filename == __file__
+
+    model, other = Net().bfloat16(), Net().bfloat16()
+    optimizer = ng.optim.AdamW(model.parameters(), weights="split8", lr=1e-2)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    path = save_checkpoint(run, model=model, optimizer=optimizer, step=6)
+    other_optimizer = ng.optim.AdamW(other.parameters(), weights="stochastic")
+    with pytest.warns(UserWarning, match="dropped .* of 'split8', which 'stochastic' has no place for") as caught:
+        load_checkpoint(path, model=other, optimizer=other_optimizer)
+    assert caught[-1].filename == __file__
+
+
 def test_another_version_is_named(run: Path) -> None:
     edit(newest(run), lambda said: said.update(version=2))
     with pytest.raises(ValueError, match=r"checkpoint\.json has version 2, this release reads version 1"):

@@ -302,10 +302,64 @@ def failing(rank: int, folder: Path) -> list[str]:
     return told
 
 
+def differing(rank: int, folder: Path) -> list[str]:
+    """A step, a number of checkpoints and a folder that one rank has otherwise."""
+    said = []
+    for given in ({"step": 6 + rank}, {"keep_last": 2 + rank}, {"directory": folder / f"run{rank}"}):
+        for save in (save_checkpoint, save_checkpoint_async):
+            options = {"directory": folder / "run", "model": Net(), "optimizer": None, "step": 5, "timeout": 5.0}
+            try:
+                save(**options | given)
+            except ValueError as error:
+                said.append(str(error))
+    return said
+
+
+def evaluating(rank: int, folder: Path) -> tuple[list[bool], list[str]]:
+    """The weights alone, of a model that was saved with an optimizer; and what another optimizer drops."""
+    model, optimizer = sharded("split4, bf16")
+    train(model, optimizer, range(2))
+    path = save_checkpoint(folder / "run", model=model, optimizer=optimizer, step=2)
+    fresh, _ = sharded("split4, bf16", seed=1)
+    load_checkpoint(path, model=fresh, optimizer=None)
+    if rank == 0:
+        torch.save([p.detach().to_local() for p in fresh.parameters()], folder / "first.pt")
+    pairs = zip(model.parameters(), fresh.parameters(), strict=True)
+    equal = [torch.equal(p.detach().to_local(), q.detach().to_local()) for p, q in pairs]
+    plain = ours(list(fresh.parameters()), weights="plain", states="bf16")
+    with pytest.warns(UserWarning, match="dropped") as caught:
+        load_checkpoint(path, model=fresh, optimizer=plain)
+    return equal, [str(one.message) for one in caught]
+
+
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("told")
-    return folder, on_ranks(WORLD, folder, several, (refused, failing))
+    return folder, on_ranks(WORLD, folder, several, (refused, failing, differing, evaluating))
+
+
+def test_ranks_that_save_different_things_are_told_so_at_once(told: tuple[Path, list[dict]]) -> None:
+    folder, ranks = told
+    for one in ranks:
+        assert one["differing"] == [
+            f"{name} must be the same on all ranks, got {first} on rank 0 and {second} on rank 1"
+            for name, first, second in (("step", 6, 7), ("keep_last", 2, 3), ("directory", "'run0'", "'run1'"))
+            for _ in range(2)
+        ]
+    assert not os.listdir(folder / "differing")
+
+
+def test_weights_are_loaded_without_an_optimizer(told: tuple[Path, list[dict]]) -> None:
+    """On as many ranks and in one process: those that training computed with."""
+    folder, ranks = told
+    net = Net(torch.bfloat16, seed=1)
+    path = folder / "evaluating" / "run" / "step-000000002"
+    load_checkpoint(path, model=net, optimizer=None)
+    for p, first in zip(net.parameters(), torch.load(folder / "evaluating" / "first.pt"), strict=True):
+        assert torch.equal(p[: len(first)], first)
+    for equal, said in (one["evaluating"] for one in ranks):
+        assert all(equal)
+        assert "dropped 'weight.codes' of 'split4', which 'plain' has no place for" in said[0]
 
 
 def test_where_one_rank_fails_all_say_which(told: tuple[Path, list[dict]]) -> None:

@@ -334,6 +334,10 @@ REFUSED = {
     "keep_last": ({"keep_last": 0}, "keep_last must be an integer of at least 1, or None for all, got 0"),
     "extra": ({"extra": {"a": [1, object()]}}, r"extra\['a'\]\[1\] must be None, bool, int, .*, got object"),
     "extra, key": ({"extra": {(1, 2): 3}}, r"extra: keys must be str or int, got \(1, 2\) of type tuple"),
+    "extra, tensor": (
+        {"extra": {"a": torch.ones(1), "b": [torch.ones(1, dtype=torch.complex64)]}},
+        r"extra\['b'\]\[0\] must be a dense tensor .* got torch\.complex64",
+    ),
     "sparse": (
         {"extra": torch.eye(2).to_sparse()},
         r"extra must be a dense tensor .* got torch\.float32 \(torch\.sparse_coo",

@@ -20,6 +20,7 @@ from sharded_states import (
     in_backward,
     model,
     muon,
+    of_the_page,
     offloaded,
     on_one,
     others_by_torch,
@@ -59,7 +60,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
 @pytest.fixture(scope="module")
 def two(four: tuple[Path, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """What each of two ranks did."""
-    return on_ranks(2, four[0], several, (from_torch, refusing, in_backward, offloaded))
+    return on_ranks(2, four[0], several, (from_torch, refusing, in_backward, offloaded, of_the_page))
 
 
 def in_blocks(storage: str) -> bool:
@@ -140,6 +141,10 @@ def test_by_torch_on_another_number_of_ranks(
             else:
                 assert "encoded moments anew, whose blocks were those of other shards (long" in one["said"][0]
                 assert 0 < one["off"] < 0.15
+
+
+def test_what_the_page_shows_gives_all_bits_back(two: list[dict[str, Any]]) -> None:
+    assert all(told["of_the_page"] for told in two)
 
 
 def test_by_hand(four: tuple[Path, list[dict[str, Any]]]) -> None:

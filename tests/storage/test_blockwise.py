@@ -69,6 +69,13 @@ def test_a_codebook_is_quantized_to_its_codes(name: str, signed: bool) -> None:
         assert torch.equal(quantize(values * 2.0**-40, values, None, rounding).codes, codes)
 
 
+def test_a_codebook_may_be_named() -> None:
+    x = normal(3, 300)
+    assert torch.equal(quantize(x, "dynamic").dequantize(), quantize(x, SIGNED).dequantize())
+    with pytest.raises(ValueError, match=r"must be one of .*'dynamic'.*, got 'dynamite'"):
+        quantize(x, "dynamite")
+
+
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @settings(max_examples=60)
 @given(st.sampled_from(EIGHT_BITS), layouts, st.integers(-124, 126), st.integers(0, 1000))

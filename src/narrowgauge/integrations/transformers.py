@@ -12,7 +12,6 @@ A callback with the gauges is `narrowgauge.gauges.HuggingFaceCallback`.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,6 +21,7 @@ from transformers import TrainingArguments
 
 from narrowgauge import recipes
 from narrowgauge._arguments import check_instance
+from narrowgauge._text import warn
 from narrowgauge.linear import LinearPlan, SwapReport, named_plan, swap_linears
 from narrowgauge.linear._swap import ADAPTERS, output_heads
 from narrowgauge.optim import NarrowOptimizer
@@ -73,7 +73,7 @@ class RecipeFactory:
         given = {**chosen.known(hyperparameters(args)), **options} if args is not None else options
         if args is not None and (args.bf16 or args.fp16) and chosen.dtype != torch.float32:
             what = "args.bf16 and args.fp16 switch on autocast: leave them out, the recipe casts the model"
-            warnings.warn(what, stacklevel=2)
+            warn(what)
         if lr is not None:
             given["lr"] = lr
         if "lr" not in given:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import fnmatch
 import math
 import sys
-import warnings
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -24,6 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from narrowgauge._arguments import Flag, Size, check
 from narrowgauge._module_names import clean_name
+from narrowgauge._text import warn
 from narrowgauge.linear._attention import LowPrecisionMultiheadAttention
 from narrowgauge.linear._module import (
     COMPUTED,
@@ -182,10 +182,9 @@ def swap_linears(
     given = (*(pattern for pattern in patterns if pattern not in _DEFAULT), *rows)
     unknown = [pattern for pattern in given if not any(matches(name, pattern) for name in names)]
     if unknown:
-        warnings.warn(
+        warn(
             f"swap_linears: no module of the model is called {', '.join(map(repr, unknown))}; "
-            "give a name, its last part, or a pattern with *",
-            stacklevel=2,
+            "give a name, its last part, or a pattern with *"
         )
     report = SwapReport(plan)
     found = list(candidates(model, patterns, min_features, subclasses))
@@ -205,7 +204,7 @@ def swap_linears(
     others = [f"{name!r}: {why}" for name, why in report.kept.items() if not why.startswith((_NAMED, _MEASURED))]
     if not has_plan and (others or not found):
         first = others[0] if others else "it has none"
-        warnings.warn(f"swap_linears: no linear layer of the model was swapped; {first}", stacklevel=2)
+        warn(f"swap_linears: no linear layer of the model was swapped; {first}")
     return report
 
 

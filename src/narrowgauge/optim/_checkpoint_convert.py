@@ -260,7 +260,9 @@ class StateReader:
         if isinstance(target, Split4) and key == LOW_CODES:  # a byte each: copied, whatever the parameter is now
             return to_nibbles(low)
         if target.key is None and is_lossy(source, self.p, low):
-            what = f"dropped {key!r} of {source.name!r}, which {target.name!r} has no place for"
+            # Words of split4 are read here as those of split8.
+            written = Split4.name if key == LOW_CODES else source.name
+            what = f"dropped {key!r} of {written!r}, which {target.name!r} has no place for"
             self.notes.add(what, name)
         weight = source.exact(self.p, low).to(torch.float32)
         made = low_word(target, self.p, weight)

@@ -8,8 +8,6 @@ the storages (options of the parameter group). This file has torch's side: group
 from __future__ import annotations
 
 import functools
-import inspect
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol, TypeVar, cast
@@ -20,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
 from narrowgauge._arguments import Flag, check, check_instance
+from narrowgauge._text import warn
 from narrowgauge.optim._changes import STORAGES, GroupSnapshot
 from narrowgauge.optim._checkpoint import Checkpoint, read_checkpoint
 from narrowgauge.optim._checkpoint_convert import replan
@@ -221,7 +220,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         if isinstance(param_group, dict):  # torch refuses others
             owner = self.owner(param_group)
             for key, name in misspelled(param_group, owner.defaults):
-                warnings.warn(f"param_groups: {key!r} does nothing; is {name!r} meant?", stacklevel=_users_level())
+                warn(f"param_groups: {key!r} does nothing; is {name!r} meant?")
             if owner is not self:
                 strays = self.defaults.keys() - owner.defaults.keys()
                 if given := strays & param_group.keys():
@@ -267,7 +266,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 )
             if plan.weight.name == "plain" and p.dtype != torch.float32 and not self._has_warned:
                 self._has_warned = True
-                warnings.warn(what_plain_loses(p.dtype, group["lr"]), stacklevel=_users_level())
+                warn(what_plain_loses(p.dtype, group["lr"]))
 
     def _asked(self, group: Mapping[str, Any]) -> Any:
         """What a group asks for, cheap to compare, and unchanged by later changes of the group."""
@@ -363,7 +362,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
             self._engine.take_plans(plans)
             self._planned_for = asked
             if notes:
-                warnings.warn(f"param_groups: {notes}", stacklevel=4)
+                warn(f"param_groups: {notes}")
         self._snapshots = list(map(GroupSnapshot, self.param_groups))
 
     # Steps.
@@ -582,7 +581,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
             self._has_warned_of_skips = True
             others = f", and {len(stuck) - 1} more parameters most of theirs" if stuck[1:] else ""
             words = f"{stuck[0]}{others}: their gradients have inf or NaN; see `skipped`"
-            warnings.warn(words, stacklevel=_users_level())
+            warn(words)
 
     def state_bytes(self) -> int:
         """Bytes of all tensors that the optimizer keeps now; a state exists from a parameter's first step on."""
@@ -630,7 +629,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         """
         state_dict, notes = export_to_torch(type(self), self.defaults, self.plans(), self.param_groups, self.state)
         if notes:
-            warnings.warn(f"torch_state_dict: {notes}", stacklevel=2)
+            warn(f"torch_state_dict: {notes}")
         return state_dict
 
     def state_dict(self) -> dict[str, Any]:
@@ -758,15 +757,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
             for handle in handles:
                 handle.remove()
         if read[0].notes:
-            warnings.warn(f"state_dict: {read[0].notes}", stacklevel=2)
-
-
-def _users_level() -> int:
-    """The `stacklevel` of a warning that points at the line of the user's that led here."""
-    frame, level = inspect.currentframe(), 0
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "narrowgauge"):
-        frame, level = frame.f_back, level + 1
-    return level
+            warn(f"state_dict: {read[0].notes}")
 
 
 @functools.cache

@@ -17,7 +17,6 @@ al. 2019.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge._arguments import Size, check, check_choice, check_instance, is_integer, shown
+from narrowgauge._text import warn
 from narrowgauge.formats import Coder, codebook, random_bits
 from narrowgauge.formats._codebooks import known
 from narrowgauge.formats._rounding import Rounding
@@ -168,7 +168,7 @@ class QuantizedGradients(torch.optim.Optimizer):
         self.optimizer.load_state_dict({**state_dict, "state": state, "param_groups": inner})
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
         if residuals and not self.error_feedback:
-            warnings.warn("state_dict: dropped residuals, which error_feedback=False does not use", stacklevel=2)
+            warn("state_dict: dropped residuals, which error_feedback=False does not use")
             residuals = {}
         self._residuals, self._step = residuals, int(counts[0]) if counts else 0
 

@@ -11,7 +11,6 @@ float argument. Two hooks do that, so it holds for torch's norms on every device
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from narrowgauge._text import warn
 from narrowgauge.optim._groups import is_norm, named
 from narrowgauge.optim._sharding import is_shared
 
@@ -88,10 +88,9 @@ def warn_of_statistics(model: nn.Module) -> None:
     if found:
         name, dtype = next(iter(found.items()))
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        warnings.warn(
+        warn(
             f"model: the running statistics of {name!r}{more} are in {dtype}, which loses small changes to them; "
-            "make the model in float32 and let apply cast it",
-            stacklevel=3,
+            "make the model in float32 and let apply cast it"
         )
 
 

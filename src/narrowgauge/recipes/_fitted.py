@@ -8,7 +8,6 @@ them to a TOML file, from which `load` makes the same recipe again.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import nn
 
 from narrowgauge._arguments import Size, check
 from narrowgauge._files import write_whole
+from narrowgauge._text import warn
 from narrowgauge.linear._swap import swap_named
 from narrowgauge.optim._changes import KEPT
 from narrowgauge.optim._groups import named
@@ -118,7 +118,7 @@ class FittedRecipe(Recipe):
                 )
         count = sum(p.numel() for _, p in trained)
         if count != self.facts.get("parameters", count):
-            warnings.warn(f"model has {count} parameters, and {self._fitted_for()}", stacklevel=3)
+            warn(f"model has {count} parameters, and {self._fitted_for()}")
         return [{**group, KEPT: {name: chosen[id(p)] for name, p in group["params"]}} for group in groups]
 
     def _own(self, choice: Choice) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 
 from narrowgauge._arguments import shown
 from narrowgauge._module_names import unwrap_optimizer
+from narrowgauge._text import warn
 from narrowgauge.linear._hold import release
 from narrowgauge.linear._module import PlannedModule
 from narrowgauge.linear._swap import former_class
@@ -85,5 +85,5 @@ def to_torch(model: Model, optimizer: torch.optim.Optimizer) -> tuple[Model, tor
     made = namesake(groups, lr=float(optimizer.param_groups[0]["lr"]))
     made.load_state_dict(exported)
     if notes:
-        warnings.warn(f"to_torch: {notes}", stacklevel=3)
+        warn(f"to_torch: {notes}")
     return wide, made

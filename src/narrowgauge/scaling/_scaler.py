@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from narrowgauge._arguments import Count, Flag, Kind, Size, check, is_number
-from narrowgauge._text import listed
+from narrowgauge._text import listed, warn
 from narrowgauge.scaling._skips import Flags, SkipCounts, SkipNotices
 from narrowgauge.scaling._unscale import (
     has_unscaling,
@@ -321,10 +320,9 @@ class DynamicLossScaler(LossScaler):
         scale *= self._backoff_factor
         if scale < 1.0 and not self._warned:
             self._warned.add("scale")
-            warnings.warn(
+            warn(
                 f"the loss scale falls to {scale:g}, and {names} still had inf or NaN: scaling "
-                "is not the cause; look at the loss, lower the learning rate, or train in bfloat16",
-                stacklevel=5,
+                "is not the cause; look at the loss, lower the learning rate, or train in bfloat16"
             )
 
 
@@ -401,10 +399,9 @@ class StaticLossScaler(FixedLossScaler):
     def _warn_skipped(self, names: str, scale: float) -> None:
         if not self._warned:
             self._warned.add("skip")
-            warnings.warn(
+            warn(
                 f"a step was skipped: {names} had inf or NaN under the loss scale {scale:g}; lower init_scale if "
-                "this goes on (skipped_steps, skipped), or use DynamicLossScaler or TensorLossScaler",
-                stacklevel=5,
+                "this goes on (skipped_steps, skipped), or use DynamicLossScaler or TensorLossScaler"
             )
 
 

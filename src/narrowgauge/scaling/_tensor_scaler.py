@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from narrowgauge._text import warn
 from narrowgauge.scaling._scaler import FixedLossScaler, inverse_of, refuse_closure
 from narrowgauge.scaling._unscale import clear, join_over_ranks, mark, nonfinite, slots_of
 
@@ -117,8 +117,7 @@ class TensorLossScaler(FixedLossScaler):
     def _warn(self, name: str) -> None:
         if name not in self._warned:
             self._warned.add(name)
-            warnings.warn(
+            warn(
                 f"{name}: its step was skipped, its gradient had inf or NaN under the loss scale "
-                f"{self.get_scale():g}; if this goes on (see skipped), lower init_scale or the learning rate",
-                stacklevel=4,
+                f"{self.get_scale():g}; if this goes on (see skipped), lower init_scale or the learning rate"
             )

@@ -40,6 +40,7 @@ from torch import Tensor
 
 from narrowgauge._arguments import check_choice, is_integer
 from narrowgauge.formats import Coder
+from narrowgauge.formats import codebook as named_codebook
 from narrowgauge.formats._rounding import Rounding
 
 Block = int | Literal["row", "column"] | None
@@ -88,7 +89,7 @@ class Quantized:
 @torch.no_grad()
 def quantize(
     x: Tensor,
-    codebook: Tensor,
+    codebook: str | Tensor,
     block_size: Block = 256,
     rounding: Rounding = "nearest",
     generator: torch.Generator | None = None,
@@ -97,7 +98,8 @@ def quantize(
 
     Args:
         x: float tensor of any shape and layout, taken in row-major order; quantized from its float32 values.
-        codebook: ascending float32 values in [-1, 1] with 0 and 1, at most 256 (see `formats.codebook`).
+        codebook: ascending float32 values in [-1, 1] with 0 and 1, at most 256 (see `formats.codebook`); or the
+            name of a signed codebook of 8 bits.
         block_size: elements a block along the flattened tensor, the last block may be shorter; ``"row"`` for a
             scale a vector along the last dimension, ``"column"`` for a scale a position of the last dimension;
             None for one scale (tensor-wise).
@@ -123,7 +125,8 @@ def quantize(
             f"block_size must be an integer of at least 1, 'row', 'column' or None, got {block_size!r}"
         )
     check_choice("rounding", rounding, ("nearest", "stochastic"))
-    coder = Coder.of(codebook.detach().to(x.device))
+    values = named_codebook(codebook) if isinstance(codebook, str) else codebook.detach()
+    coder = Coder.of(values.to(x.device))
     bits = None
     if rounding == "stochastic":
         bits = torch.randint(0, 1 << 32, x.shape, dtype=torch.int64, device=x.device, generator=generator)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -45,18 +45,18 @@ def ranks() -> Ranks:
 def all_ranks(work: Callable[[], Result]) -> Result:
     """Do something on every rank; where one fails, all fail: with its error, or a RuntimeError that names it."""
     result: list[Result] = []
-    _gathered(lambda: result.append(work()))
+    gathered(lambda: result.append(work()))
     return result[0]
 
 
 def broadcast_from_rank0(work: Callable[[], Result]) -> Result:
     """What rank 0's work returns, on every rank; errors as with `all_ranks`."""
-    found = _gathered(lambda: work() if ranks().rank == 0 else None)[0]
+    found = gathered(lambda: work() if ranks().rank == 0 else None)[0]
     return found  # type: ignore[return-value]  # rank 0's, whatever it is
 
 
-def _gathered(work: Callable[[], Result]) -> list[Result | None]:
-    """Every rank's result, sent to all; where one fails, all fail."""
+def gathered(work: Callable[[], Result]) -> list[Result]:
+    """Every rank's result, sent to all; errors as with `all_ranks`."""
     world = ranks().world
     if world == 1:
         return [work()]
@@ -66,7 +66,7 @@ def _gathered(work: Callable[[], Result]) -> list[Result | None]:
         result = work()
     except Exception as error:
         failure = error
-    outcomes: list[tuple[str, Result | None]] = [("", None)] * world
+    outcomes: list[tuple[str, Any]] = [("", None)] * world
     mine = "" if failure is None else f"{type(failure).__name__}: {failure}"
     dist.all_gather_object(outcomes, (mine, result))
     if failure is not None:

@@ -16,10 +16,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from narrowgauge._text import warn
 from narrowgauge.distributed._checkpoint._files import is_free, locked, replace_file, sync_folder, write_file
 from narrowgauge.distributed._checkpoint._format import (
     MANIFEST,
@@ -101,7 +101,8 @@ def commit(written: Path, manifest: Callable[[int], Manifest], keep_last: int | 
         sync_folder(folder)
         replace_file(folder / LATEST, f"{path.name}\n".encode(), token)
         if keep_last is not None:
-            _remove(_beyond(old, keep_last - 1), token)
+            # A link is the user's own: it is neither counted nor removed.
+            _remove(_beyond([one for one in old if not one[0].is_symlink()], keep_last - 1), token)
     return path
 
 
@@ -124,7 +125,7 @@ def _remove(old: list[Path], token: str) -> None:
             path.rename(doomed)
             shutil.rmtree(doomed)
         except OSError as error:
-            warnings.warn(f"save_checkpoint: {path} could not be removed: {error}", stacklevel=2)
+            warn(f"save_checkpoint: {path} could not be removed: {error}")
 
 
 def clear_abandoned(folder: Path) -> None:
@@ -211,5 +212,5 @@ def newest_whole(folder: Path) -> Path | None:
     if named is not None and not (_NAME.fullmatch(named) and (folder / named).is_dir()):
         notes.append(f"{folder / LATEST} names {named!r}, which is not there")
     if notes:
-        warnings.warn(f"latest_checkpoint: {'; '.join(notes)}; taking {best}", stacklevel=5)
+        warn(f"latest_checkpoint: {'; '.join(notes)}; taking {best}")
     return best

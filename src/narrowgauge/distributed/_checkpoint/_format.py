@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
 
 FORMAT, VERSION = "narrowgauge checkpoint", 1
 MANIFEST = "checkpoint.json"
@@ -245,7 +246,7 @@ def encode_value(value: Any, name: str, key: str, tensors: dict[str, Tensor]) ->
         tensors: by key; written to.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: for anything else, by `name`.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -254,6 +255,7 @@ def encode_value(value: Any, name: str, key: str, tensors: dict[str, Tensor]) ->
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"float": str(float(value))}
     if isinstance(value, Tensor):
+        _check(name, value)
         tensors[key] = value
         return {"tensor": key}
     if isinstance(value, list | tuple):
@@ -271,6 +273,20 @@ def encode_value(value: Any, name: str, key: str, tensors: dict[str, Tensor]) ->
         f"{name} must be None, bool, int, float, str, a tensor, or lists, tuples and dicts of them, got "
         f"{type(value).__name__}"
     )
+
+
+def _check(name: str, tensor: Tensor) -> None:
+    kind = type(tensor)
+    if not (isinstance(tensor, DTensor) or kind in (Tensor, nn.Parameter, nn.Buffer)):
+        raise ValueError(f"{name} must be a plain tensor or a DTensor, got a {kind.__name__}")
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.dtype not in DTYPE_NAMES:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
+        raise ValueError(
+            f"{name} must be a dense tensor with data in {allowed}; got {tensor.dtype} ({tensor.layout}, on "
+            f"{tensor.device})"
+        )
+    if isinstance(tensor, DTensor) and any(isinstance(p, Partial) for p in tensor.placements):
+        raise ValueError(f"{name} must be sharded or replicated, got a DTensor with {tensor.placements}")
 
 
 def decode_value(value: Any, tensors: Mapping[str, Tensor]) -> Any:

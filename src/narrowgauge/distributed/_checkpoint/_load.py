@@ -113,7 +113,8 @@ def load_checkpoint(
     Args:
         path: a checkpoint, as `save_checkpoint` and `latest_checkpoint` return it.
         model: of the same parameters, in the same dtypes; sharded in any way.
-        optimizer: of this model's parameters, in the same groups; None leaves the states.
+        optimizer: of this model's parameters, in the same groups; None loads the model alone, whatever optimizer
+            it was saved with.
         random_states: also restore the states of random generators; True needs a checkpoint that was saved with
             them, by as many ranks as there are now. ``"own"``: only if this rank's were saved; else generators
             stay as they are.

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from narrowgauge.distributed._checkpoint._coordination import (
     FAILED,
     Ranks,
-    all_ranks,
     broadcast_from_rank0,
+    gathered,
     ranks,
     report_failure,
     wait_for,
@@ -103,7 +103,8 @@ def save_checkpoint(
         The checkpoint, for `load_checkpoint`.
 
     Raises:
-        ValueError: for an argument that cannot be saved; nothing is written then.
+        ValueError: for an argument that cannot be saved, or a step, `keep_last` or name of the folder that differs
+            between ranks; nothing is written then.
         OSError: if the disk fails, for instance because it is full.
         TimeoutError: naming the ranks that did not write their part.
         RuntimeError: naming the rank that failed, on the others. In all cases earlier checkpoints are as they were.
@@ -207,17 +208,27 @@ def _begin(
     """Wait for another save, check on all ranks what is to be saved, copy it to the CPU if asked to, and create the
     folder to write to."""
 
-    def check() -> SaveTask:
+    tasks: list[SaveTask] = []
+
+    def check() -> dict[str, Any]:
         if after is not None:
             after.wait()
         task = _checked(Path(directory), *given)
-        if not copied:
-            return task
-        chunks = [replace(chunk, tensor=chunk.tensor.to("cpu", copy=True)) for chunk in task.chunks]
-        # The process may change its directory while a thread writes.
-        return replace(task, chunks=chunks, folder=task.folder.absolute())
+        if copied:
+            chunks = [replace(chunk, tensor=chunk.tensor.to("cpu", copy=True)) for chunk in task.chunks]
+            # The process may change its directory while a thread writes.
+            task = replace(task, chunks=chunks, folder=task.folder.absolute())
+        tasks.append(task)
+        # Ranks may have the folder under different paths, but its name is one.
+        return {"step": task.step, "keep_last": task.keep_last, "directory": task.folder.resolve().name}
 
-    task = all_ranks(check)
+    first, *others = gathered(check)
+    for rank, other in enumerate(others, start=1):
+        for name, value in other.items():
+            if value != first[name]:
+                got = f"{first[name]!r} on rank 0 and {value!r} on rank {rank}"
+                raise ValueError(f"{name} must be the same on all ranks, got {got}")
+    (task,) = tasks
     lock: list[Lock] = []
 
     def create() -> str:

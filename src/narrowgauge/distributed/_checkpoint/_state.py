@@ -21,11 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from narrowgauge._module_names import clean_name, unwrap_model
 from narrowgauge.distributed._checkpoint._format import (
-    DTYPE_NAMES,
     Manifest,
     decode_value,
     encode_value,
@@ -125,8 +124,6 @@ def snapshot(
         value = encode_value(_random_states(), "random_states", f"random/{rank}", tensors)
         values["random"] = {str(rank): value}
         own = set(tensors) - before
-    for key, tensor in tensors.items():
-        _check(key, tensor)
     return Snapshot(tensors, values, own)
 
 
@@ -191,20 +188,6 @@ def _stepping(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether ranks hold different parts of a tensor."""
     return isinstance(tensor, DTensor) and not all(isinstance(p, Replicate) for p in tensor.placements)
-
-
-def _check(key: str, tensor: Tensor) -> None:
-    kind = type(tensor)
-    if not (isinstance(tensor, DTensor) or kind in (Tensor, nn.Parameter, nn.Buffer)):
-        raise ValueError(f"{key} must be a plain tensor or a DTensor, got a {kind.__name__}")
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.dtype not in DTYPE_NAMES:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
-        raise ValueError(
-            f"{key} must be a dense tensor with data in {allowed}; got {tensor.dtype} ({tensor.layout}, on "
-            f"{tensor.device})"
-        )
-    if isinstance(tensor, DTensor) and any(isinstance(p, Partial) for p in tensor.placements):
-        raise ValueError(f"{key} must be sharded or replicated, got a DTensor with {tensor.placements}")
 
 
 def local_chunk(key: str, tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]] | None:
