@@ -306,7 +306,7 @@ def test_the_readmes_speed_ups_of_linear_layers_are_those_of_the_committed_resul
         f"{large[fast]} times as fast with tensor-wise float8 as with `nn.Linear`, and {large[careful]} times with",
         f"float8 is {large[peer]} times as fast, with {louder:.0f} dB more noise",
         f"torchao's are {small[fast]}, {small[careful]} and {small[peer]} times as fast for LLaMA 1B, and "
-        f"{gpt2[fast]}, {gpt2[careful]} and {gpt2[peer]} times for GPT-2 large, which is sure to gain in CUDA",
+        f"{gpt2[fast]}, {gpt2[careful]} and {gpt2[peer]} times for GPT-2 large, which gains reliably only in CUDA",
     ):
         assert said in text
 

@@ -113,8 +113,8 @@ LOUD: dict[str, tuple[Records, str, str, tuple[str, ...]]] = {
     "a model's quality": (
         updates([""], descent_quality=0.62), "lost updates", "change", ("62% of the update's length arrives",),
     ),
-    "low words that do not suffice": (
-        updates(["ln.weight"], lost=0.9, lost_visible=1.0, descent_quality=0.1), "lost updates", "change",
+    "updates below the low words": (
+        updates(["ln.weight"], lost=0.9, lost_visible=1.0, descent_quality=0.1), "lost updates", "watch",
         ("Low words are kept",),
     ),
     "low words that wait": (
@@ -368,7 +368,8 @@ def test_the_header_says_whether_low_words_are_kept() -> None:
     records = updates(["ln.weight"], lost=0.9, lost_visible=0.9, descent_quality=0.1)[1:]
     assert "weights='split8'" in only([header(groups=[group(*NAMES, weights="plain")]), *records]).action
     kept = only([header(groups=[group(*NAMES, weights="kahan")]), *records])
-    assert kept.action.startswith("Low words are kept (weights='kahan') and do not suffice")
+    assert kept.action.startswith("Low words are kept (weights='kahan'), and these updates are smaller")
+    assert kept.urgency == "watch"
     says(kept, "the recipe 'adamw8bit-split', or for norms recipe.apply(model, keep_fp32='norms')")
     assert ng.recipes.get("adamw8bit-split").weights == "split"
 

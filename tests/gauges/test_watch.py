@@ -400,3 +400,15 @@ def test_closures_are_measured_when_they_return() -> None:
         for kind in ("update", "gradient"):
             assert of_kind(watch.rows(), kind) == of_kind(usual.rows(), kind)
             assert of_kind(watch.rows(), kind)
+
+
+def test_a_new_path_without_suffix_is_a_folder(tmp_path: Path) -> None:
+    model, run = nn.Linear(4, 4), tmp_path / "run" / "a"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gauges.watch(model, optimizer, every=1, path=run):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    found = len(gauges.read_records(run / "gauges.jsonl"))
+    assert len(gauges.read_records(run)) == found > 1
+    (run / "gauges.jsonl").rename(tmp_path / "records")  # a file without suffix that is there stays one
+    assert len(gauges.read_records(tmp_path / "records")) == found

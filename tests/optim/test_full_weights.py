@@ -66,6 +66,8 @@ def test_a_model_in_float32_and_some_parameters_alone() -> None:
     optimizer.set_full_weights({model.weight: torch.full((17, 33), 0.1, dtype=torch.float64)})
     assert torch.equal(model.weight, torch.full((17, 33), 0.1))
     assert torch.equal(model.bias, bias)
+    optimizer.set_full_weights({"bias": torch.full((17,), 0.2)})
+    assert torch.equal(model.bias, torch.full((17,), 0.2))
 
 
 def test_other_parameters_and_other_shapes_are_refused() -> None:
@@ -73,6 +75,8 @@ def test_other_parameters_and_other_shapes_are_refused() -> None:
     before = {p: p.clone() for p in model.parameters()}
     with pytest.raises(ValueError, match="must be of parameters of the optimizer, got one of shape"):
         optimizer.set_full_weights({model.weight: torch.ones(17, 33), torch.ones(3): torch.ones(3)})
+    with pytest.raises(ValueError, match=r"must be of parameters of the optimizer, got 'head.weight'"):
+        optimizer.set_full_weights({"weight": torch.ones(17, 33), "head.weight": torch.ones(3)})
     with pytest.raises(
         ValueError, match=r"weights of bias must be a tensor of shape \(17,\), got a Tensor of shape \(3,\)"
     ):

@@ -75,9 +75,9 @@ class Records(list[Record]):
 
 
 def records_file(path: str | os.PathLike[str]) -> Path:
-    """The file of records at a path: the path itself, or `FILE_NAME` in a folder."""
+    """The file of records at a path: itself, or `FILE_NAME` in a folder. A new path without suffix is a folder."""
     path = Path(path)
-    return path / FILE_NAME if path.is_dir() else path
+    return path if (path.suffix or path.exists()) and not path.is_dir() else path / FILE_NAME
 
 
 def read_records(path: str | os.PathLike[str]) -> Records:

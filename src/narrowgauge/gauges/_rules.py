@@ -530,10 +530,13 @@ def lost_updates(history: History) -> Finding | None:
     if others:
         parts.append(f"Less than {_percent(TENSOR_QUALITY)} arrives in {listed(others)}.")
     storages = sorted({storage for e in low if (storage := history.low_word_storage(e.name))})
+    urgency: Urgency = "change"
     if storages or _loses_only_visibly(history):
+        urgency = "watch"  # where the learning rate is low, such losses have not been seen to cost anything
         storage = f" (weights='{storages[0]}')" if storages else ""
         action = (
-            f"Low words are kept{storage} and do not suffice: use weights='split' or 'master', the recipe "
+            f"Low words are kept{storage}, and these updates are smaller, as where the learning rate is low. If "
+            "the loss ends above that of fp32 weights, use weights='split' or 'master', the recipe "
             "'adamw8bit-split', or for norms recipe.apply(model, keep_fp32='norms')."
         )
     else:
@@ -543,7 +546,7 @@ def lost_updates(history: History) -> Finding | None:
             action += " These tensors alone are enough, in a parameter group of their own."
             action += " recipes.Adapt widens them while a training runs."
     source = "Collage, Sections 3.2 and 5.1, Definitions 3.2 and 3.3"
-    return Finding(" ".join(parts), action, source, evidence, weight=2)
+    return Finding(" ".join(parts), action, source, evidence, urgency, weight=2)
 
 
 def _loses_only_visibly(history: History) -> bool:

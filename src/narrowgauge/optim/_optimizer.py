@@ -689,37 +689,41 @@ class NarrowOptimizer(torch.optim.Optimizer):
         return found
 
     @torch.no_grad()
-    def set_full_weights(self, weights: Mapping[Tensor, Tensor]) -> None:
+    def set_full_weights(self, weights: Mapping[Tensor, Tensor] | Mapping[str, Tensor]) -> None:
         """Set weights with their low words or master copies, from float32: the way back of `full_weights`.
 
         Moments stay as they are. What a storage has no room for is rounded.
 
         Args:
-            weights: {parameter: its weight, of its shape}; for a sharded parameter a DTensor with its placements.
-                Other parameters are left alone.
+            weights: {parameter, or the name that the optimizer has for it: its weight, of its shape}; for a sharded
+                parameter a DTensor with its placements. Other parameters are left alone.
 
         Raises:
             ValueError: for a parameter of no group, and a weight of another shape; nothing is changed then.
         """
         plans = dict(self.plans())
-        for p, wide in weights.items():
-            if p not in plans:
-                got = f"one of shape {tuple(p.shape)}"
+        named = {plan.name: p for p, plan in plans.items()}
+        found: dict[Tensor, Tensor] = {}
+        for key, wide in weights.items():
+            p = named.get(key) if isinstance(key, str) else key
+            if p is None or p not in plans:
+                got = repr(key) if isinstance(key, str) else f"one of shape {tuple(key.shape)}"
                 raise ValueError(f"weights must be of parameters of the optimizer, got {got}")
             if wide.shape != p.shape or is_shared(wide) != is_shared(p):
                 raise ValueError(
                     f"weights of {plans[p].name} must be {'a DTensor' if is_shared(p) else 'a tensor'} of shape "
                     f"{tuple(p.shape)}, got a {type(wide).__name__} of shape {tuple(wide.shape)}"
                 )
+            found[p] = wide
         groups = {p: group for group in self.param_groups for p in group["params"]}
-        for p, wide in weights.items():
+        for p, wide in found.items():
             part, exact = local(p.detach()), local(wide.detach()).to(p.device, torch.float32)
-            if (key := plans[p].weight_key) is None:
+            if (low := plans[p].weight_key) is None:
                 part.copy_(exact)
                 continue
             if not self.state.get(p):
                 self.state[p] = plans[p].init(part, groups[p])
-            hi, self.state[p][key] = words_of(exact, plans[p].weight, p.dtype)
+            hi, self.state[p][low] = words_of(exact, plans[p].weight, p.dtype)
             part.copy_(hi)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -161,9 +161,9 @@ def _summary_of_losses(results: Json) -> Iterable[str]:
         yield f"Within the spread over the seeds: {_all(within)}."
     close = [name for name in beyond if found[name].get("within_reference_spread")]
     if close:
-        yield f"Less than another seed changes {reference}'s own loss: {_all(close)}."
+        yield f"Apart by less than two seeds of {reference} are: {_all(close)}."
     if any(found[name]["mean"] < 0 for name in named):
-        yield "Lower than the reference is not better arithmetic: coarser states make other steps."
+        yield "A loss below the reference's does not mean better arithmetic: coarser states make other steps."
     if any(difference["spread"] is None for difference in found.values()):
         one_seed = all(len(recipe["seeds"]) == 1 for recipe in recipes.values())
         where = "With one seed" if one_seed else "Where only one seed can be compared"

@@ -79,7 +79,8 @@ def watch(
         model: the module, also wrapped in DistributedDataParallel or `torch.compile`, or under FSDP2.
         optimizer: any optimizer over its parameters.
         every: updates, gradients and features are measured at multiples of this step, the due steps.
-        path: where records are written as they come: a new file, or an existing folder for a ``gauges.jsonl``.
+        path: where records are written as they come: a new file, or a folder for a ``gauges.jsonl``. A new path
+            without suffix is a folder.
             None keeps them in memory.
         tensorboard: a folder for TensorBoard's events.
         updates: True measures all of every tensor; False no updates; ``"sampled"`` one sixteenth of each long
