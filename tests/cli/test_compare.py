@@ -192,7 +192,10 @@ BAD = {
     "prepared tokens": (["--data", "FOLDER/tokens"], "--data must be the text itself for compare, got prepared"),
     "unknown recipe": (["--recipes", "A,E"], "recipe must be one of fp32, bf16 (A)"),
     "no recipe": (["--recipes", ","], "--recipes must name one or more"),
-    "a recipe twice": (["--recipes", "A,bf16"], "--recipes must name each recipe once, got bf16 twice"),
+    "a recipe twice": (
+        ["--recipes", "A,bf16"],
+        "--recipes must name each recipe once, got A and bf16, which are the same",
+    ),
     "a near name": (["--recipes", "adamw-8bit"], "got 'adamw-8bit'; the nearest is 'adamw8bit'"),
     "a setting of no use": (
         ["--recipes", "lion8bit@eps=1e-8"],

@@ -215,8 +215,9 @@ def named_recipes(recipes: Iterable[str | Recipe]) -> dict[str, Recipe]:
         name = each if isinstance(each, str) else each.label
         if isinstance(each, str) and isinstance(recipe, FittedRecipe):
             name = end_of_path(each, texts)
-        if name in found or recipe in found.values():
-            raise ValueError(f"recipes must name each recipe once, got {recipe.label} twice")
+        if same := [other for other, known in found.items() if other == name or known == recipe]:
+            got = f"{name} twice" if same[0] == name else f"{same[0]} and {name}, which are the same"
+            raise ValueError(f"recipes must name each recipe once, got {got}")
         found[name] = recipe
     if not found:
         raise ValueError(f"recipes must name one or more of {', '.join(recipe_book.names())}, got none")
