@@ -190,7 +190,7 @@ COUNT = iter(range(100))
     [
         ({"recipes": []}, "recipes must name one or more of fp32, bf16, .*, got none"),
         ({"recipes": "A,B"}, "recipes must be a list of names and recipes, got 'A,B'"),
-        ({"recipes": ["A", ng.recipes.get("A")]}, "recipes must name each recipe once, got A and bf16, which are the same"),
+        ({"recipes": ["A", ng.recipes.get("A")]}, "each recipe once, got A and bf16, which are the same"),
         ({"recipes": [3]}, "recipes must be a Recipe such as .*, got 3"),
         ({"steps": 0}, "steps must be an integer of at least 1, got 0"),
         ({"seeds": []}, "seeds must be one or more, got none"),
