@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,7 @@ TENTHS = (0.1, 0.25, 0.5, 0.75, 1.0)  # of the tokens, in the table of the curve
 SETTLED = 0.29  # share of the steps after which, in these runs, the rows that train stay close to the reference
 STUCK = 1.0  # nats above the reference
 AFTER = (0, 100, 200, 600, 1000)  # steps from the lowest training loss of a run that got stuck
+COUNTS = {1: "one", 2: "two", 3: "three"}  # runs of a row, in names of facts
 CLOSE = 0.02  # nats up to which the picture's scale is linear, and logarithmic beyond
 DASHES: tuple[tuple[float, ...], ...] = ((), (4, 1), (1, 1), (6, 1, 1, 1), (2, 2), (8, 2))
 STYLES = [Line("", f"series-{1 + i % 6}", DASHES[(i + 2 * (i // 6)) % 6]) for i in range(18)]
@@ -98,29 +99,40 @@ def apart_at(results: Results, name: str, share: float) -> list[float]:
     return [mine - theirs for mine, theirs in pairs if mine is not None and theirs is not None]
 
 
+def speeds(results: Results, name: str) -> list[float]:
+    """Tokens a second of a row's runs on the GPU that the file's environment names."""
+    runs, device = beside(results).runs(name), results.get("environment", {}).get("device")
+    return [run["tokens_per_second"] for run in runs if run.get("device", device) == device]
+
+
 def margin_at(results: Results, runs: int, share: float) -> float | None:
     """What the mean of so many differences after a share of the tokens has to exceed."""
     deviation = readings.chance(apart_at(results, name, share) for name in names(results, REFERENCE))
     return readings.margin(deviation, runs)
 
 
-def by_chance(two: int, one: int) -> tuple[float, float, float]:
-    """How often chance makes a row of two runs "apart", and one of all rows, if all runs vary alike.
+def by_chance(runs: Sequence[int]) -> tuple[dict[int, float], float, float]:
+    """How often chance makes rows of so many runs "apart" if all runs vary alike: by runs, and any of the rows.
 
-    Then how often a row of two runs is beyond the limit that all such rows but the widest give. Simulated, with so
-    many rows of two runs and of one beside the same two runs of the reference.
+    Then how often a row of two runs is beyond the limit that all rows but the widest give. Simulated, beside the
+    same runs of the reference.
     """
-    noise = np.random.default_rng(0).standard_normal((100_000, two + one + 1, 2))
-    apart = noise[:, :-1] - noise[:, -1:]
-    deviation = np.sqrt(apart[:, :two].var(2, ddof=1).sum(1, keepdims=True) / two)
-    pairs = abs(apart[:, :two].mean(2)) > readings.CERTAIN * deviation / math.sqrt(2)
-    single = abs(apart[:, two:, 0]) > readings.CERTAIN * deviation
-    variance = apart[:, :two].var(2, ddof=1)
-    rest = variance < variance.max(1, keepdims=True)
-    narrow = np.sqrt((variance * rest).sum(1, keepdims=True) / max(two - 1, 1))
-    beyond = rest & (abs(apart[:, :two].mean(2)) > readings.CERTAIN * narrow / math.sqrt(2))
-    any_of = pairs.any(1) | single.any(1)
-    return float(pairs.mean()), float(any_of.mean()), float(beyond.sum() / max(rest.sum(), 1))
+    counts, seeds = np.array(runs), np.arange(max(runs))
+    noise = np.random.default_rng(0).standard_normal((100_000, len(runs) + 1, max(runs)))
+    here = seeds < counts[:, None]
+    apart = np.where(here, noise[:, :-1] - noise[:, -1:], 0.0)
+    means = apart.sum(2) / counts
+    squares = np.where(here, (apart - means[..., None]) ** 2, 0.0).sum(2)
+    free = (counts - 1).sum()
+    beyond = abs(means) > readings.CERTAIN * np.sqrt(squares.sum(1, keepdims=True) / free / counts)
+    each = {count: float(beyond[:, counts == count].mean()) for count in sorted({*runs})}
+    widths = np.where(here, apart, -np.inf).max(2) - np.where(here, apart, np.inf).min(2)
+    rest = (counts > 1) & (widths < widths.max(1, keepdims=True))
+    free_rest = np.maximum((rest * (counts - 1)).sum(1, keepdims=True), 1)
+    narrow = np.sqrt((rest * squares).sum(1, keepdims=True) / free_rest)
+    pairs = rest & (counts == 2)
+    passed = pairs & (abs(means) > readings.CERTAIN * narrow / math.sqrt(2))
+    return each, float(beyond.any(1).mean()), float(passed.sum() / max(pairs.sum(), 1))
 
 
 def verdict(results: Results, name: str) -> str:
@@ -152,7 +164,7 @@ def rows(results: Results) -> str:
         ("loss", lambda name: mean_of((r["validation_loss"] for r in found.runs(name)), ".4f")),
         ("loss − D", lambda name: "–" if name == REFERENCE else several(found.apart(name))),
         *([("apart from D?", lambda name: verdict(results, name))] if found.margin(1) is not None else []),
-        ("tokens/s", lambda name: mean_of((r["tokens_per_second"] for r in found.runs(name)), ",.0f")),
+        ("tokens/s", lambda name: mean_of(speeds(results, name), ",.0f")),
         words=2,
     )
 
@@ -160,7 +172,9 @@ def rows(results: Results) -> str:
 @at_the_rate
 def curve(results: Results) -> str:
     """The difference from D along the way, and what it is held against."""
-    limits = {share: margin_at(results, results["training"]["seeds"], share) for share in TENTHS}
+    counts = [len(apart_at(results, name, 1.0)) for name in names(results, REFERENCE)]
+    runs = max(counts, key=counts.count, default=0)
+    limits = {share: margin_at(results, runs, share) for share in TENTHS}
     known = ["" if limit is None else f"± {limit:.4f}" for limit in limits.values()]
     return table(
         names(results, REFERENCE),
@@ -169,7 +183,7 @@ def curve(results: Results) -> str:
             TENTHS, lambda share: f"{100 * share:.0f} % of the tokens",
             ("", lambda share, name: several(apart_at(results, name, share))),
         ),
-        last=[f"three standard errors, {results['training']['seeds']} runs", *known] if any(known) else None,
+        last=[f"three standard errors, {runs} runs", *known] if any(known) else None,
     )  # fmt: skip
 
 
@@ -358,7 +372,7 @@ def facts(results: Results) -> dict[str, str]:
         "tokens": f"{training['steps'] * training['batch'] * training['sequence']:,}",
     }  # fmt: skip
     named["sequence"] = f"{training['sequence']:,}"
-    rates = {name: [run["tokens_per_second"] for run in found.runs(name)] for name in names(results)}
+    rates = {name: speeds(results, name) for name in names(results)}
     named |= {f"slower_{place_of(name)}": percent(1 - min(each) / max(each)) for name, each in rates.items()}
     trains = [row["name"] for row in results["rows"] if "of" not in row and row["name"] != REFERENCE]
     early = [
@@ -368,16 +382,17 @@ def facts(results: Results) -> dict[str, str]:
     apart = [found.apart(name) for name in trains]
     spread = [max(each) - min(each) for each in apart if len(each) > 1]
     if (deviation := readings.chance(apart)) is not None:
-        named |= {"deviation": f"{deviation:.4f}", "free": str(sum(len(each) - 1 for each in apart if each))}
+        named |= {"deviation": f"{deviation:.4f}", "pooled": str(len(spread))}
         named |= {"range_least": f"{min(spread):.4f}", "range_next": f"{sorted(spread)[-2]:.4f}"}
         rest = readings.chance(each for each in apart if len(each) > 1 and max(each) - min(each) < max(spread))
         if rest is not None:
             named |= {"deviation_rest": f"{rest:.4f}", "margin_rest": f"{readings.margin(rest, 2):.4f}"}
-        each, any_of, of_rest = by_chance(len(spread), sum(len(one) == 1 for one in apart))
-        named |= {"chance_two": f"{1 / each:.0f}", "chance_any": f"{1 / any_of:.0f}"}
+        each, any_of, of_rest = by_chance([len(one) for one in apart if one])
+        named |= {f"chance_{COUNTS[runs]}": f"{1 / chance:.0f}" for runs, chance in each.items()}
+        named |= {f"margin_{COUNTS[runs]}": f"{found.margin(runs):.4f}" for runs in each}
+        named |= {"chance_any": f"{1 / any_of:.0f}"}
         named |= {"chance_rest": f"{1 / of_rest:.0f}"} if len(spread) > 1 else {}
         named["apart_rows"] = str(sum(verdict(results, name).startswith("yes") for name in trains))
-        named |= {"margin_two": f"{found.margin(2):.4f}", "margin_one": f"{found.margin(1):.4f}"}
     named |= {"early_above": f"{max(early):.2f}", "early_below": f"{-min(early):.2f}"}
     for name in names(results):
         key = place_of(name)

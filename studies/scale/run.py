@@ -157,6 +157,11 @@ def _blocks(results: dict[str, Any]) -> str:
     return ", blocks compiled" + ", launched from C++" * ("cpp-wrapper" in results["command"])
 
 
+def _gpus(results: Any) -> list[str]:
+    """How many processes, and the short name of their GPU."""
+    return [str(results["ranks"]), *results["device"].split()[1:2]]
+
+
 def measured(folder: Path = RESULTS) -> str:
     """The calculation for a few GPUs beside what was held, sent and saved there: of all results in a folder."""
     files = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("data_parallel_*.json"))]
@@ -173,7 +178,7 @@ def measured(folder: Path = RESULTS) -> str:
     titles = {"held": "GB held", "sent": "GB sent a step", "checkpoint": "GB of a checkpoint"}
     return table(
         rows,
-        ("model", lambda row: f"{row[0]['model']} on {row[0]['ranks']}{_blocks(row[0])}"),
+        ("model", lambda row: f"{row[0]['model']} on {' '.join(_gpus(row[0]))}{_blocks(row[0])}"),
         ("way", lambda row: row[1]),
         *per(titles, titles.get, ("", both)),
         ("ms a step", lambda row: row[2]["step_ms"], ".1f"),

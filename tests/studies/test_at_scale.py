@@ -248,10 +248,14 @@ def test_runs_of_a_row_of_which_one_got_stuck_have_rows_of_their_own() -> None:
 
 def test_the_page_names_runs_of_another_device() -> None:
     committed = json.loads((Path(run.__file__).parent / "results" / "at_scale_gpt2.json").read_text())
-    assert "; on " not in page.origin(committed)
-    elsewhere = {**committed["runs"][0], "device": "NVIDIA X"}
-    said = f"; on NVIDIA X: {elsewhere['row']} with seed {elsewhere['seed']}. "
-    assert said in page.origin(committed | {"runs": [elsewhere, *committed["runs"][1:]]})
+    device = committed["environment"]["device"]
+    here = committed | {"runs": [run for run in committed["runs"] if run.get("device", device) == device]}
+    assert "; on " not in page.origin(here)
+    row, seed = (here["runs"][0][key] for key in ("row", "seed"))
+    elsewhere = {**here["runs"][0], "device": "NVIDIA X"}
+    moved = here | {"runs": [elsewhere, *here["runs"][1:]]}
+    assert f"; on NVIDIA X: {row} with seed {seed}. " in page.origin(moved)
+    assert len(page.speeds(moved, row)) == len(page.speeds(here, row)) - 1
 
 
 def test_questions_have_one_right_answer_and_are_the_same_again(parts: Path) -> None:

@@ -139,7 +139,7 @@ def test_results_of_all_sources_are_used() -> None:
     # Of no paper, beside what is looked up, or older than that.
     ours = {"state_codecs", "memory", "optimizers_small", "watch", "peers_linear"}
     ours |= {f"data_parallel_{kind}" for kind in ("2", "2_compiled", "2_cpp", "4_compiled")}
-    ours |= {"optimizers_models", "offload", "clip_filter", "fit", "weight_words", "hold"}
+    ours |= {"optimizers_models", "offload", "clip_filter", "fit", "weight_words", "hold", "step_host"}
     ours |= {"at_scale", "blocks_linear", "language", "cpp_language", "graphs_language", "cpp_clip", "graphs_clip"}
     for path in [*ROOT.glob("studies/*/results/*.json"), *ROOT.glob("benchmarks/results/*.json")]:
         assert re.sub(variant, "", path.stem) in stems | ours, path.name
