@@ -111,11 +111,11 @@ def margin_at(results: Results, runs: int, share: float) -> float | None:
     return readings.margin(deviation, runs)
 
 
-def by_chance(runs: Sequence[int]) -> tuple[dict[int, float], float, float]:
-    """How often chance makes rows of so many runs "apart" if all runs vary alike: by runs, and any of the rows.
+def by_chance(runs: Sequence[int]) -> dict[str, float]:
+    """How often chance makes rows of so many runs "apart" from the reference if all runs vary alike. Simulated.
 
-    Then how often a row of two runs is beyond the limit that all rows but the widest give. Simulated, beside the
-    same runs of the reference.
+    By a row's number of runs ("one", "two", "three"), and for any of the rows. Then for rows of two by the limit
+    that all rows but the widest give: for one ("rest"), and for any of them. All rows share the reference's runs.
     """
     counts, seeds = np.array(runs), np.arange(max(runs))
     noise = np.random.default_rng(0).standard_normal((100_000, len(runs) + 1, max(runs)))
@@ -125,14 +125,15 @@ def by_chance(runs: Sequence[int]) -> tuple[dict[int, float], float, float]:
     squares = np.where(here, (apart - means[..., None]) ** 2, 0.0).sum(2)
     free = (counts - 1).sum()
     beyond = abs(means) > readings.CERTAIN * np.sqrt(squares.sum(1, keepdims=True) / free / counts)
-    each = {count: float(beyond[:, counts == count].mean()) for count in sorted({*runs})}
+    odds = {COUNTS[count]: float(beyond[:, counts == count].mean()) for count in sorted({*runs})}
     widths = np.where(here, apart, -np.inf).max(2) - np.where(here, apart, np.inf).min(2)
     rest = (counts > 1) & (widths < widths.max(1, keepdims=True))
     free_rest = np.maximum((rest * (counts - 1)).sum(1, keepdims=True), 1)
     narrow = np.sqrt((rest * squares).sum(1, keepdims=True) / free_rest)
     pairs = rest & (counts == 2)
     passed = pairs & (abs(means) > readings.CERTAIN * narrow / math.sqrt(2))
-    return each, float(beyond.any(1).mean()), float(passed.sum() / max(pairs.sum(), 1))
+    odds |= {"any": float(beyond.any(1).mean())}
+    return odds | {"rest": float(passed.sum() / max(pairs.sum(), 1)), "any_rest": float(passed.any(1).mean())}
 
 
 def verdict(results: Results, name: str) -> str:
@@ -323,6 +324,8 @@ def text(results: Results) -> str:
     total = {key: sum(p[key] for p in packages) for key in ("bytes_read", "bytes_without_copies", "bytes", "files")}
     most = max(p["bytes"] for p in packages) / total["bytes"]
     held = [p["name"] for p in packages if p["held_out"] and p["files"]]
+    trained = sum(p["bytes"] for p in packages if not p["held_out"])
+    tokens = {part: results["data"][f"{part}_tokens"] for part in ("train", "validation")}
     made = table(
         found["kinds"].items(),
         ("kind", lambda item: item[0]),
@@ -334,9 +337,9 @@ def text(results: Results) -> str:
         f"\n{len(packages):,} packages had {total['bytes_read'] / 1e6:,.0f} MB of text; "
         f"{total['bytes_without_copies'] / 1e6:,.0f} MB without copies. {total['bytes'] / 1e6:,.0f} MB are kept, "
         f"at most {percent(most)} of them from one package. "
-        f"The training text has {results['data']['train_tokens']:,} tokens, "
-        f"the validation text {results['data']['validation_tokens']:,}, with "
-        f"{results['data']['bytes_per_token']:.2f} bytes a token. Held out: {', '.join(held)}.\n"
+        f"The training text has {tokens['train']:,} tokens, {trained / tokens['train']:.2f} bytes each; the "
+        f"validation text {tokens['validation']:,}, {(total['bytes'] - trained) / tokens['validation']:.2f} bytes "
+        f"each. Held out: {', '.join(held)}.\n"
     )
 
 
@@ -372,6 +375,8 @@ def facts(results: Results) -> dict[str, str]:
         "tokens": f"{training['steps'] * training['batch'] * training['sequence']:,}",
     }  # fmt: skip
     named["sequence"] = f"{training['sequence']:,}"
+    first = [run["validation_loss"] for run in found.runs(REFERENCE) if run["seed"] < 2]
+    named["loss_two"] = f"{statistics.fmean(first):.4f}"
     rates = {name: speeds(results, name) for name in names(results)}
     named |= {f"slower_{place_of(name)}": percent(1 - min(each) / max(each)) for name, each in rates.items()}
     trains = [row["name"] for row in results["rows"] if "of" not in row and row["name"] != REFERENCE]
@@ -382,16 +387,18 @@ def facts(results: Results) -> dict[str, str]:
     apart = [found.apart(name) for name in trains]
     spread = [max(each) - min(each) for each in apart if len(each) > 1]
     if (deviation := readings.chance(apart)) is not None:
-        named |= {"deviation": f"{deviation:.4f}", "pooled": str(len(spread))}
+        named |= {
+            "deviation": f"{deviation:.4f}",
+            "pooled": str(len(spread)),
+            "free": str(sum(len(each) - 1 for each in apart if each)),
+        }
         named |= {"range_least": f"{min(spread):.4f}", "range_next": f"{sorted(spread)[-2]:.4f}"}
         rest = readings.chance(each for each in apart if len(each) > 1 and max(each) - min(each) < max(spread))
         if rest is not None:
             named |= {"deviation_rest": f"{rest:.4f}", "margin_rest": f"{readings.margin(rest, 2):.4f}"}
-        each, any_of, of_rest = by_chance([len(one) for one in apart if one])
-        named |= {f"chance_{COUNTS[runs]}": f"{1 / chance:.0f}" for runs, chance in each.items()}
-        named |= {f"margin_{COUNTS[runs]}": f"{found.margin(runs):.4f}" for runs in each}
-        named |= {"chance_any": f"{1 / any_of:.0f}"}
-        named |= {"chance_rest": f"{1 / of_rest:.0f}"} if len(spread) > 1 else {}
+        counts = [len(each) for each in apart if each]
+        named |= {f"chance_{of}": f"{1 / chance:.0f}" for of, chance in by_chance(counts).items() if chance}
+        named |= {f"margin_{COUNTS[runs]}": f"{found.margin(runs):.4f}" for runs in {*counts}}
         named["apart_rows"] = str(sum(verdict(results, name).startswith("yes") for name in trains))
     named |= {"early_above": f"{max(early):.2f}", "early_below": f"{-min(early):.2f}"}
     for name in names(results):
