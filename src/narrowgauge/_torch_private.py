@@ -14,12 +14,36 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+_disabled: dict[Callable[..., Any], Callable[..., Any]] = {}
+_compiling = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
+def uncompiled(method: Method) -> Method:
+    """A function that `torch.compile` leaves as it is, even inside one that it compiles.
+
+    torch's compiler would trace every operation of an eager step, which takes it minutes, and does not round
+    between operations in bf16. This does what `torch.compiler.disable` does, but imports the compiler, which takes
+    a second, only where it is in use.
+    """
+
+    @functools.wraps(method)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling() and _compiling() is None:
+            return method(*args, **kwargs)
+        if method not in _disabled:
+            _disabled[method] = torch.compiler.disable(method)  # type: ignore[no-untyped-call]
+        return _disabled[method](*args, **kwargs)
+
+    outside._torchdynamo_disable = True  # type: ignore[attr-defined]  # for a trace that comes to the call
+    return cast(Method, outside)
 
 
 def local_tensor(x: Any) -> Any:

@@ -181,3 +181,7 @@ def test_unknown_names_and_widths_are_refused() -> None:
         codebook("dynamic_tree", bits=2)
     with pytest.raises(ValueError, match="data must be None: the map 'linear' is not made from data"):
         codebook("linear", data=torch.ones(3))
+
+
+def test_inside_torch_compile_a_codebook_is_the_same() -> None:
+    assert torch.equal(torch.compile(lambda: codebook("dynamic") * 1)(), codebook("dynamic"))

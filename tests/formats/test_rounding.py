@@ -5,7 +5,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowgauge.formats import BF16, FP8_E4M3, FP16, FloatFormat, random_bits, round_to, round_with_bits
+from narrowgauge.formats import (
+    BF16,
+    FP4_E2M1,
+    FP8_E4M3,
+    FP16,
+    FloatFormat,
+    random_bits,
+    random_halves,
+    round_to,
+    round_with_bits,
+)
 from narrowgauge.formats._philox import philox
 
 
@@ -95,3 +105,26 @@ def test_what_is_no_tensor_of_floats_and_unknown_roundings_are_refused() -> None
             round_to(x, BF16)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"rounding must be 'nearest' or 'stochastic'.*, got 'up'"):
         round_to(torch.ones(1), BF16, "up")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("step", [300, torch.tensor(300.0), torch.tensor(300, dtype=torch.int32)])
+def test_halves_of_a_step_in_any_dtype_are_those_of_the_integer(step: int | torch.Tensor) -> None:
+    options = {"seed": 0, "stream": 0, "device": torch.device("cpu")}
+    for purpose in (0, 1, 5):
+        found = random_halves(64, step=step, purpose=purpose, **options)
+        assert torch.equal(found, random_halves(64, step=300, purpose=purpose, **options))
+    assert not torch.equal(found, random_halves(64, step=step, purpose=0, **options))
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("fmt", [BF16, FP8_E4M3, FP4_E2M1, FloatFormat("e3m4", 3, 4)], ids=lambda f: f.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_gradients_pass_as_if_nothing_were_rounded(dtype: torch.dtype, fmt: FloatFormat, rounding: str) -> None:
+    x = torch.tensor([-1000.0, -0.3, 0.0, 0.7, 1000.0], dtype=dtype, requires_grad=True)
+    found = round_to(x, fmt, rounding, torch.Generator().manual_seed(0))
+    weights = torch.arange(1.0, 6.0)
+    (found.float() * weights).sum().backward()
+    assert x.grad.dtype == dtype
+    assert torch.equal(x.grad.float(), weights)
+    plain = round_to(x.detach(), fmt, rounding, torch.Generator().manual_seed(0))
+    assert torch.equal(found.float(), plain.float())

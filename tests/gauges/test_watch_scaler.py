@@ -161,3 +161,25 @@ def test_fixed_scales(kind: Any) -> None:
 def test_a_disabled_scaler_has_no_history() -> None:
     rows, _, _ = run(lambda net: torch.optim.AdamW(net.parameters()), torch.amp.GradScaler("cpu", enabled=False))
     assert {(row["loss_scale"], row["skipped"]) for row in of_kind(rows, "step")} == {(None, None)}
+
+
+@pytest.mark.parametrize("first", [0, 6])
+def test_a_training_that_the_scaler_has_stopped_raises_an_alarm(first: int, caplog: Any) -> None:
+    net = torch.nn.Linear(4, 3)
+    optimizer, scaler = torch.optim.AdamW(net.parameters()), torch.amp.GradScaler("cpu")
+    alarms: list[Any] = []
+    with gauges.watch(net, optimizer, every=2, scaler=scaler, on_alarm=alarms.append) as record:
+        for number in range(first + 50):
+            loss = net(torch.ones(2, 4)).square().mean() * (float("nan") if number >= first else 1.0)
+            record.loss(loss)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        (alarm,) = alarms
+    assert (alarm["of"], alarm["step"], alarm["value"]) == ("skipped steps", max(first, 1), 20)
+    assert "the scaler skipped 20 steps in a row" in caplog.text
+    (advice,) = [one for one in gauges.advise(record.rows()) if one.rule == "every step skipped"]
+    assert (advice.urgency, "nothing is trained" in str(advice)) == ("change", True)
+    went_on = [*record.rows(), {"kind": "step", "step": first + 3, "loss": 1.0, "skipped": None, "seconds": 0.1}]
+    assert not [one for one in gauges.advise(went_on) if one.rule == "every step skipped"]

@@ -321,3 +321,11 @@ def test_the_guides_line_switches_a_script_that_trains_with_trainer(tmp_path: Pa
     assert len(rates[0]) == STEPS
     assert rates[0] == rates[1]
     assert losses[1] == pytest.approx(losses[0], abs=0.05)
+
+
+def test_a_model_whose_layers_have_the_plan_already_is_taken_again() -> None:
+    network = model()
+    assert swap(network, linear.SWITCHBACK).swapped
+    assert not swap(network, linear.SWITCHBACK).swapped
+    with pytest.raises(ValueError, match="has a plan already"):
+        swap(network, linear.LLM_INT8)

@@ -99,3 +99,26 @@ def test_a_compiler_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None
             load(SOURCE)
     finally:
         _c_library._compiler.cache_clear()
+
+
+def test_a_compiler_that_says_what_is_not_utf8_or_nothing_is_named(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    said = {
+        "printf 'gcc (Distribuci\\363n) 1'": "it returned 1 and wrote nothing",
+        "echo 'cc1: warning: -Werror= is not valid' >&2; echo 'step.c:1: error: no' >&2": "step.c:1: error: no",
+        "printf '/usr/bin/ld: final link failed: No space left' >&2; echo; echo 'collect2: error: ld' >&2":
+            "/usr/bin/ld: final link failed: No space left",
+    }  # fmt: skip
+    for number, (line, reason) in enumerate(said.items()):
+        compiler = tmp_path / f"cc{number}"
+        compiler.write_text(f'#!/bin/sh\n{line}\n[ "$1" = --version ]\n')
+        compiler.chmod(0o755)
+        monkeypatch.setenv("CC", str(compiler))
+        _c_library._compiler.cache_clear()
+        try:
+            with pytest.raises(Unavailable, match=f"cc{number} refused: {reason}"):
+                load(SOURCE)
+        finally:
+            _c_library._compiler.cache_clear()
+        assert not list(cache.glob("*.lock"))

@@ -385,3 +385,14 @@ def test_a_layer_that_has_become_something_else_since_is_not_undone() -> None:
     report.undo()
     assert type(model[0]) is type(model[1]) is nn.Linear
     report.undo()  # of nothing
+
+
+def test_the_experts_of_a_mixture_are_kept_with_a_reason() -> None:
+    class TinyExperts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_up_proj = nn.Parameter(torch.zeros(4, 32, 16))
+
+    report = swap_linears(nn.ModuleDict({"router": nn.Linear(32, 32), "experts": TinyExperts()}), SWITCHBACK)
+    assert report.swapped == ["router"]
+    assert report.kept == {"experts.gate_up_proj": "is a parameter of a TinyExperts, without a layer"}

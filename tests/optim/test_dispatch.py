@@ -240,7 +240,7 @@ def test_a_parameter_of_another_size_at_the_same_address(size: int, device: str)
     p.grad = None
     p.data = memory[:size]
     p.grad = grads[:size]
-    with pytest.raises(ValueError, match=rf"0.0 must have the shape of its state, \(600,\), got \({size},\)"):
+    with pytest.raises(ValueError, match=rf"0.0 must keep the shape of its state, \(600,\), got \({size},\)"):
         optimizer.step()
     assert torch.equal(memory, before)
 
@@ -436,3 +436,16 @@ class TestGraphs:
         pair.step()  # which makes room for four again
         for _ in range(4):
             capture(pair.fused)
+
+
+def test_a_step_without_any_gradient_is_warned_of_once_it_had_some() -> None:
+    """As where a model was given other parameters after its optimizer was made."""
+    p = torch.nn.Parameter(torch.ones(8))
+    optimizer = optim.AdamW([p])
+    optimizer.step()
+    p.grad = torch.ones(8)
+    optimizer.step()
+    p.grad = None
+    with pytest.warns(UserWarning, match="none of 1 parameters has a gradient, and nothing is updated"):
+        optimizer.step()
+    optimizer.step()

@@ -41,7 +41,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ELEMENT = {
     "mul": torch.mul, "add": torch.add, "sub": torch.sub, "div": torch.div, "neg": torch.neg, "sqrt": torch.sqrt,
     "abs": torch.abs, "sign": torch.sign, "max": torch.maximum, "min": torch.minimum, "lt": torch.lt,
-    "gt": torch.gt, "le": torch.le, "ge": torch.ge, "and": torch.logical_and, "where": torch.where,
+    "gt": torch.gt, "le": torch.le, "ge": torch.ge, "and": torch.logical_and, "or": torch.logical_or,
+    "where": torch.where,
     "pow": torch.pow, "wide": torch.Tensor.double, "narrow": torch.Tensor.float,
 }  # fmt: skip
 
@@ -67,7 +68,10 @@ def computed(nodes: list[Node], inputs: dict[str, torch.Tensor], numbers: dict[s
         else:
             kind = torch.float64 if node.double else torch.float32
             known[node] = ELEMENT[node.op](
-                *(known[arg].to(kind) if arg.scalar and node.op != "and" else known[arg] for arg in node.args)
+                *(
+                    known[arg].to(kind) if arg.scalar and node.op not in ("and", "or") else known[arg]
+                    for arg in node.args
+                )
             )
     return [known[node].expand(inputs["weight"].shape) for node in nodes]
 
@@ -144,7 +148,13 @@ WITHOUT: list[tuple[Callable[..., Any], str]] = [
     (lambda w, g, s: g.cumsum(0), "cumsum has no kernel"),
     (lambda w, g, s: g - g.mean(dim=0, keepdim=True), "mean is not elementwise"),
     (lambda w, g, s: g / g.numel(), "depends on the shape"),
-    (lambda w, g, s: g if s["lr"] > 1 else -g, "_local_scalar_dense is not elementwise"),
+    (lambda w, g, s: g if s["lr"] > 1 else -g, "decides in Python by a number"),
+    (lambda w, g, s: w * (g.dim() == 3), "depends on the shape"),
+    (lambda w, g, s: w if g.shape[0] > 10000 else g, "depends on the shape"),
+    (lambda w, g, s: w if w.ndim == 5 else g, "depends on the shape"),
+    (lambda w, g, s: w * len(g), "depends on the shape"),
+    (lambda w, g, s: w * g.size(0), "depends on the shape"),
+    (lambda w, g, s: w + torch.zeros_like(g), "zeros_like has no kernel: write a number"),
     (lambda w, g, s: g**3, "pow has no kernel"),
     (lambda w, g, s: torch.div(w, g, rounding_mode="floor"), "div with rounding_mode has no kernel"),
     (lambda w, g, s: g.to(torch.bfloat16).to(torch.float32), "a conversion to torch.bfloat16 has no kernel"),
@@ -159,6 +169,14 @@ WITHOUT: list[tuple[Callable[..., Any], str]] = [
 def test_what_is_not_elementwise_has_no_kernel(by: Callable[..., Any], message: str) -> None:
     with pytest.raises(NotImplementedError, match=message):
         equation(Moving(by), ("m",), ("lr",))
+
+
+def test_a_sum_of_two_tests_is_a_test_as_in_torch() -> None:
+    found = equation(Moving(lambda w, g, s: g * ((g > 0) + (w > 0)) * ((g < 3) * (w < 3))), ("m",), ("lr",))
+    ends = torch.tensor([-1.0, 0.0, 1.0, 2.0, 4.0])
+    w, g = (x.flatten() for x in torch.meshgrid(ends, ends, indexing="ij"))
+    (delta,) = computed([found.delta], {"weight": w, "grad": g, "m": g}, {"lr": 1.0})
+    assert torch.equal(delta, g * ((g > 0) + (w > 0)) * ((g < 3) * (w < 3)))
 
 
 class Worded(Rule):

@@ -247,10 +247,28 @@ def test_a_parameter_of_another_shape_is_refused_before_any_moves(shape: tuple[i
     ps[1].grad = None
     ps[1].data = torch.ones(shape, dtype=torch.bfloat16)
     ps[1].grad = torch.ones_like(ps[1])
-    with pytest.raises(ValueError, match=r"w1 must have the shape of its state, \(33, 40\), got"):
+    with pytest.raises(ValueError, match=r"w1 must keep the shape of its state, \(33, 40\), got"):
         optimizer.step()
     assert torch.equal(ps[0], before[0])
     assert torch.equal(ps[2], before[2])
     del optimizer.state[ps[1]]
     optimizer.step()
     assert (ps[1] < 1).all()
+
+
+def test_a_rule_that_is_written_into_a_group_is_refused_and_nothing_moves() -> None:
+    p = torch.nn.Parameter(torch.ones(80, 64))
+    optimizer = AdamW([{"params": [p], "rule": "lion", "lr": 1e-4}])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    before = p.detach().clone()
+    optimizer.param_groups[0].update(rule="adamw", eps=1e-8)
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"rule of group 0 must stay 'lion', whose moments it has, got 'adamw'"
+        ):
+            optimizer.step()
+    assert torch.equal(p.detach(), before)
+    optimizer.param_groups[0]["rule"] = "lion"
+    optimizer.step()
+    assert not torch.equal(p.detach(), before)

@@ -100,3 +100,28 @@ def test_sharded_weights_are_dtensors() -> None:
         assert all(torch.equal(full[p].full_tensor(), wide[p]) for p in wide)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_moment_that_is_a_weight_follows(steps: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(33, 17, bias=False).to(dtype)
+    optimizer = ng.optim.ScheduleFreeAdamW(model.named_parameters(), lr=1e-9)
+    for _ in range(steps):
+        step(model, optimizer)
+    full = torch.randn(17, 33)
+    optimizer.set_full_weights({"weight": full})
+    step(model, optimizer)
+    room = 2.0**-15 * full.abs() + 1e-6
+    assert ((optimizer.full_weights()[model.weight] - full).abs() <= room).all()
+    optimizer.eval()
+    average = optimizer.full_weights()[model.weight]
+    assert torch.equal(average, model.weight.float())
+    assert ((average - full).abs() <= 2.0**-7 * full.abs() + 1e-6).all()
+    with pytest.raises(RuntimeError, match=r"call train\(\) first"):
+        optimizer.set_full_weights({"weight": full})
+    optimizer.train()
+    before = {key: value.clone() for key, value in optimizer.state[model.weight].items()}
+    optimizer.set_full_weights(optimizer.full_weights())
+    assert all(torch.equal(optimizer.state[model.weight][key], value) for key, value in before.items())

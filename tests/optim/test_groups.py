@@ -122,3 +122,11 @@ def test_timms_models_name_theirs() -> None:
     assert {"cls_token", "pos_embed"} == model.no_weight_decay() & dict(model.named_parameters()).keys()
     assert {"cls_token", "pos_embed"} <= bare(split_decay(model, 0.1))
     assert "blocks.0.mlp.fc1.weight" not in bare(split_decay(model, 0.1))
+
+
+def test_a_table_of_biases_does_not_decay() -> None:
+    """T5's, whose module is named a bias: Trainer does not decay it either."""
+    model = nn.ModuleDict({"relative_attention_bias": nn.Embedding(32, 4), "unbiased": nn.Linear(4, 4, bias=False)})
+    decayed, bare = split_decay(model, 0.1)
+    assert [name for name, _ in decayed["params"]] == ["unbiased.weight"]
+    assert [name for name, _ in bare["params"]] == ["relative_attention_bias.weight"]

@@ -134,11 +134,24 @@ def test_a_rule_that_decides_by_the_number_of_dimensions_is_stepped_so() -> None
     assert "what it does depends on the shape" in str(optimizer.describe())
 
 
+@pytest.mark.parametrize("says", [lambda x, s: torch.maximum(x, s["share"]), lambda x, s: s["share"].sign() * x])
+def test_a_scalar_that_is_taken_for_a_tensor_is_refused(says: Callable[..., Any]) -> None:
+    """Recorded for a kernel it is one; in eager torch, and with gauges, it is a Python float."""
+
+    def direction(self: Any, arithmetic: Any, weight: Any, grad: Any, moments: Any, s: Any) -> Any:
+        return says(grad, s), dict(moments)
+
+    with pytest.raises(TypeError, match="the equation of rule 'own', whose scalars are Python floats"):
+        optimizer_of(direction=direction)([torch.nn.Parameter(torch.ones(4))])
+
+
 def test_a_moment_that_is_left_out_has_no_kernel() -> None:
     """Where tiny tensors of the check are not what the equation is made for, eager torch finds it."""
 
     def direction(self: Any, arithmetic: Any, weight: Any, grad: Any, moments: Any, s: Any) -> Any:
-        return grad * s["share"].clamp(0, 1), {"m": moments["m"]}
+        if isinstance(s["share"], float):
+            raise ValueError("not made for that")
+        return grad, {"m": moments["m"]}
 
     p = torch.nn.Parameter(torch.ones(4, 7))
     optimizer = optimizer_of(direction=direction)([p])

@@ -92,6 +92,8 @@ def test_a_path_is_taken_where_a_name_is(tmp_path: Path) -> None:
     assert recipes.get(str(path)) == recipes.parse(f" {path} ") == GPT
     careful = recipes.parse(f"{path}@lr=3e-5,betas=0.9/0.99")
     assert careful == GPT.with_settings(lr=3e-5, betas=(0.9, 0.99))
+    clipped = recipes.parse(f"{path}@clip_updates=True,nonfinite=skip")
+    assert clipped == GPT.with_settings(clip_updates=True, nonfinite="skip")
     with pytest.raises(ValueError, match=r"a recipe with settings must be NAME@KEY=VALUE,KEY=VALUE"):
         recipes.parse(f"{path}@lr")
     with pytest.raises(ValueError, match=r"path must end in \.toml, got 'recipe'"):

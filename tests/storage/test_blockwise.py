@@ -1,11 +1,13 @@
 """Block-wise quantization: nearest within the block, the extremum exact, and no block touches another."""
 
+import io
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from narrowgauge.formats import Coder, codebook, codebook_map, codebook_names
+from narrowgauge.formats import FP4_E2M1, Coder, codebook, codebook_map, codebook_names
 from narrowgauge.storage import quantize
 from narrowgauge.storage._blockwise import Block
 
@@ -283,3 +285,13 @@ def test_bad_arguments_are_named() -> None:
         quantize(torch.ones(3), SIGNED, rounding="up")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"x must be a tensor of floats, got torch\.int64"):
         quantize(torch.arange(3), SIGNED)
+
+
+def test_codes_and_formats_are_read_from_a_file_as_they_were() -> None:
+    file = io.BytesIO()
+    made = quantize(torch.randn(600), "dynamic", block_size=64)
+    torch.save({"codes": made, "format": FP4_E2M1}, file)
+    file.seek(0)
+    found = torch.load(file)
+    assert torch.equal(found["codes"].dequantize(), made.dequantize())
+    assert found["format"] == FP4_E2M1

@@ -281,3 +281,11 @@ def test_float64_has_sums_and_dekkers_product() -> None:
         two_sum(a, b.float())
     with pytest.raises(ValueError, match=r"^x must be a pair of tensors, hi and lo, got Tensor$"):
         grow(torch.ones(2), torch.ones(2))  # type: ignore[arg-type]
+
+
+def test_inside_torch_compile_the_words_are_those_of_eager_torch() -> None:
+    """torch's compiler leaves out the roundings between operations in bf16."""
+    a, b = torch.randn(2, 500, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    for function in (two_sum, two_prod, two_prod_fma, lambda a, b: grow((a, b / 256), b)):
+        for compiled in (torch.compile(function, backend="eager"), torch.compile(function)):
+            assert all(map(torch.equal, compiled(a, b), function(a, b)))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import io
 import math
+import pickle
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import narrowgauge as ng
 from narrowgauge.formats import FP8_E4M3, FloatFormat, random_bits
 from narrowgauge.storage import Float8Weight, weight_storage
 from narrowgauge.storage._float8_weight import (
@@ -345,3 +347,51 @@ def test_wrong_words_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             Float8Weight(*given)
+
+
+def test_a_write_keeps_the_words_of_what_it_does_not_change() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(60, 40) / 30
+    for write in (lambda w: w.clamp_(-10, 10), lambda w: w[3].zero_(), lambda w: w[3].fill_(float("nan"))):
+        w = Float8Weight.of(x)
+        before = from_words(w.codes, w.low, w.scale)
+        codes, low = w.codes.view(torch.uint8).clone(), w.low.clone()
+        write(w)
+        rest = torch.arange(60) != 3
+        assert torch.equal(w.codes.view(torch.uint8)[rest], codes[rest])
+        assert torch.equal(w.low[rest], low[rest])
+        assert write(Float8Weight.of(x))[..., 0].isnan().all() or w.dequantize().isfinite().all()
+    w = Float8Weight.of(x)
+    w[3].fill_(2.0)  # the scale has to change: what is normal under it keeps its eleven bits of fraction
+    after = from_words(w.codes, w.low, w.scale)
+    assert (after[3] == 2).all()
+    normal = (before.abs() >= 2.0**-6 * w.scale) & (torch.arange(60) != 3)[:, None]
+    assert ((after - before).abs() <= 2.0**-12 * before.abs())[normal].all()
+    assert normal.float().mean() > 0.3
+
+
+def test_trained_weights_stay_the_same_under_a_clamp_after_every_step() -> None:
+    means = []
+    for clamp in (False, True):
+        p = torch.nn.Parameter(Float8Weight.of(torch.ones(50, 40)))
+        optimizer = ng.optim.AdamW([p], lr=1e-4, weight_decay=0.0, weights="fp8split8")
+        for _ in range(100):
+            p.grad = torch.ones(50, 40, dtype=torch.bfloat16)
+            optimizer.step()
+            if clamp:
+                with torch.no_grad():
+                    p.clamp_(-10, 10)
+        means.append(float(optimizer.full_weights()[p].mean()))
+    assert means[0] == means[1] < 1 - 50e-4
+
+
+def test_processes_and_plain_pickle_have_every_word() -> None:
+    w = Float8Weight.of(torch.randn(5, 7))
+    layer = torch.nn.Linear(7, 5)
+    layer.weight = torch.nn.Parameter(w)
+    layer.share_memory()
+    assert all(words.is_shared() for words in (w.codes, w.low, w.numbers))
+    again = pickle.loads(pickle.dumps(w))
+    assert torch.equal(again.codes.view(torch.uint8), w.codes.view(torch.uint8))
+    assert torch.equal(again.low, w.low)
+    assert torch.equal(again.scale, w.scale)

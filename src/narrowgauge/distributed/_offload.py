@@ -28,12 +28,11 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from torch.utils.hooks import RemovableHandle
 
-from narrowgauge._torch_private import optimizer_hooks
+from narrowgauge._torch_private import optimizer_hooks, uncompiled
 from narrowgauge.distributed._offload_buffers import HostBuffers, HostParameter
 from narrowgauge.optim import Description, NarrowOptimizer
 from narrowgauge.optim._checkpoint import check_form
 from narrowgauge.optim._engine import refuse_sparse
-from narrowgauge.optim._optimizer import uncompiled
 from narrowgauge.optim._step_in_backward import on_gradient, refuse_other
 from narrowgauge.storage import Float8Weight
 

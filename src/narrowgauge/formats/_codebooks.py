@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from narrowgauge._arguments import check_instance, is_integer
+from narrowgauge._torch_private import uncompiled
 from narrowgauge.formats._codebook_maps import MAPS, CodebookMap
 
 _MAPS: dict[str, CodebookMap] = {found.name: found for found in MAPS}
 
 
+@uncompiled  # compiled, a map may differ in the last bit
 def codebook(name: str, signed: bool = True, bits: int = 8, *, data: Tensor | None = None) -> Tensor:
     """A codebook by name.
 

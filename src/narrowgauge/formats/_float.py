@@ -361,6 +361,10 @@ class FloatFormat:
         raise ValueError(f"dtype must be float32, float16, bfloat16, float8_e4m3fn or float8_e5m2, got {dtype}")
 
 
+# `torch.load` reads it with weights_only=True, its default.
+torch.serialization.add_safe_globals([FloatFormat])
+
+
 def _scalar(x: float) -> Tensor:
     if not is_number(x):
         raise ValueError(f"value must be a number or a tensor, got {x!r}")

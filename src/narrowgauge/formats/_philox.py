@@ -101,6 +101,8 @@ def random_halves(
     Returns:
         An int32 tensor of shape (count,) with values in [0, 2^16).
     """
+    if isinstance(step, Tensor):
+        step = step.to(torch.int64)  # a float32 or int32 would lose the purpose
     later = step + (purpose << 32)
     words = random_bits((count + 1) // 2, seed=seed, stream=stream, step=later, offset=offset // 2, device=device)
     return torch.stack((words & 0xFFFF, words >> 16), dim=-1).reshape(-1)[:count].to(torch.int32)

@@ -9,7 +9,7 @@ Source: Collage, Appendix B (stochastic rounding); Zamirai et al. 2020.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,7 +34,8 @@ def round_to(
 
     Returns:
         A tensor of x's shape and the format's dtype; for a format without one, its values in `fmt.container`. What
-        lies beyond the largest number becomes what the format has for it (see `FloatFormat.nearest`).
+        lies beyond the largest number becomes what the format has for it (see `FloatFormat.nearest`). Gradients
+        pass as if nothing were rounded.
 
     Raises:
         ValueError: for an unknown rounding, an x that is no float tensor, or a fmt that is no FloatFormat.
@@ -43,6 +44,9 @@ def round_to(
         raise ValueError(f"x must be a tensor of floats, got {getattr(x, 'dtype', type(x).__name__)}")
     check_instance("fmt", fmt, FloatFormat, "narrowgauge.formats.FP16")
     check_choice("rounding", rounding, ("nearest", "stochastic"))
+    if x.requires_grad and torch.is_grad_enabled():
+        straight: Tensor = _Straight.apply(x, fmt, rounding, generator)  # type: ignore[no-untyped-call]
+        return straight
     if x.dtype.itemsize == 1:
         x = x.to(torch.float32)  # torch has no arithmetic on float8
     if rounding == "nearest":
@@ -52,6 +56,22 @@ def round_to(
         return fmt.nearest(x).to(fmt.dtype or fmt.container)
     bits = torch.randint(0, 2**32, x.shape, dtype=torch.int64, device=x.device, generator=generator)
     return round_with_bits(x, fmt, bits)
+
+
+class _Straight(torch.autograd.Function):
+    """Rounding, with the straight-through estimate of its gradient."""
+
+    @staticmethod
+    def forward(x: Tensor, fmt: FloatFormat, rounding: Rounding, generator: torch.Generator | None) -> Tensor:
+        return round_to(x.detach(), fmt, rounding, generator)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.dtype = inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.to(ctx.dtype), None, None, None
 
 
 def round_with_bits(x: Tensor, fmt: FloatFormat, bits: Tensor) -> Tensor:

@@ -157,6 +157,8 @@ class History:
         if kind in ("spike", "nonfinite", "lost"):
             self.alarms.append(_shown(record))
             return
+        if kind == "skips":
+            return  # its alarm has it
         if kind == "adapted":
             self.adapted.append(_shown(record))
             return

@@ -48,6 +48,7 @@ MODEL_QUALITY, TENSOR_QUALITY = 0.95, 0.9
 # Ours. Counts of lost updates alone say little (a tensor can lose most of them and keep the large ones; stochastic
 # rounding loses most on purpose). They count beside the quality, and alone only where a tensor loses all of them.
 ALL_LOST = 0.999
+SKIPPED = "skipped steps"  # what an alarm is of when a scaler skips many steps in a row
 VISIBLE_LOST, STORED_LOST = 0.1, 0.01
 # Ours. RMS_t is about 1 where the second moment is an average of the gradient's square (SwitchBack, Section 3.4). A
 # half means a moment four times too large, for half of the tensors at least, while gradients fell by less than a
@@ -179,6 +180,21 @@ def nonfinite_loss(history: History) -> Finding | None:
         "Go back to a checkpoint before that step, and lower the learning rate or lengthen the warm-up. "
         f"{skip} (nonfinite='skip').",
         "SwitchBack, Appendix G", [loss, *first], weight=5,
+    )  # fmt: skip
+
+
+def all_skipped(history: History) -> Finding | None:
+    """A loss scaler that skipped many steps in a row, after the last one that was taken."""
+    alarms = [alarm for alarm in history.alarms if alarm.get("of") == SKIPPED]
+    if not alarms or int(alarms[-1]["step"]) < history.last_step:
+        return None
+    step = int(alarms[-1]["step"])
+    return Finding(
+        f"After step {step:,} the loss scaler skipped at least {alarms[-1].get('value')} steps in a row: their "
+        "gradients have inf or NaN, and nothing is trained.",
+        "Look whether the loss is finite, and at the data of these steps. If it is, lower the learning rate or "
+        "begin with a smaller loss scale.",
+        "SwitchBack, Appendix G", [], weight=6,
     )  # fmt: skip
 
 
@@ -621,6 +637,7 @@ def stale_second_moments(history: History) -> Finding | None:
 
 
 RULES: dict[str, Callable[[History], Finding | None]] = {
+    "every step skipped": all_skipped,
     "loss not finite": nonfinite_loss,
     "loss rises": rising_loss,
     "gradients not finite": nonfinite_gradients,

@@ -111,12 +111,12 @@ def swap(model: nn.Module, plan: LinearPlan, keep: Iterable[str] | None = None) 
         keep: layers to keep; None keeps the output layers and the adapters' own small layers.
 
     Raises:
-        ValueError: if no layer could be swapped; the message says why.
+        ValueError: if no layer could be swapped, and none has the plan already; the message says why.
     """
     if keep is None:
         base = getattr(model, "get_base_model", lambda: model)()  # under peft
         keep = [*output_heads(base), ADAPTERS]
     report = swap_linears(model, plan, keep)
-    if not report.swapped:
+    if not report.swapped and not any(getattr(layer, "plan", None) == plan for layer in model.modules()):
         raise ValueError(f"linear: no layer of {type(model).__name__} could be swapped\n{report}")
     return report

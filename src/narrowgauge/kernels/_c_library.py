@@ -65,12 +65,14 @@ def load(source: str) -> ctypes.CDLL:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         # All ranks of a machine want the same text at their first step: one compiles it, the others wait.
         with _cache.locked(lock := cache / f"{name}.lock"):
-            if (kept := _kept(cache, name)) is None:
-                with tempfile.TemporaryDirectory(dir=cache) as folder:
-                    made = _compile(compiler, source, Path(folder))
-                    kept = cache / f"{name}-{_hash(made.read_bytes())}.so"
-                    os.replace(made, kept)
-            lock.unlink(missing_ok=True)
+            try:
+                if (kept := _kept(cache, name)) is None:
+                    with tempfile.TemporaryDirectory(dir=cache) as folder:
+                        made = _compile(compiler, source, Path(folder))
+                        kept = cache / f"{name}-{_hash(made.read_bytes())}.so"
+                        os.replace(made, kept)
+            finally:
+                lock.unlink(missing_ok=True)
     except OSError:
         # Nothing can be kept: the library lives as long as the process.
         try:
@@ -106,16 +108,25 @@ def _compile(compiler: tuple[str, ...], source: str, folder: Path) -> Path:
     for flags in _processor_flags():
         command = [*compiler, *_FLAGS, *flags, str(written), "-o", str(made), "-lm"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False)
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=_PATIENCE, check=False
+            )
         except subprocess.TimeoutExpired:
             raise Unavailable(f"{compiler[0]} took more than {_PATIENCE} s") from None
         except OSError as error:
             raise Unavailable(f"{compiler[0]} cannot be started: {error}") from None
         if done.returncode == 0 and made.exists():
             return made
-        said = said or next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
+        said = said or _reason(done.stderr) or f"it returned {done.returncode} and wrote nothing"
         said = said.replace(str(written), written.name)
     raise Unavailable(f"{compiler[0]} refused: {said.strip()}")
+
+
+def _reason(said: str) -> str:
+    """The line that says why a compiler failed: the first error; before it what the linker says."""
+    lines = [line for line in said.splitlines() if "warning:" not in line]
+    linker = (line for line in lines if "/ld: " in line or line.startswith("ld: "))
+    return next(linker, next((line for line in lines if "error" in line), said[:200]))
 
 
 def _processor_flags() -> list[tuple[str, ...]]:
@@ -146,7 +157,9 @@ def _compiler() -> tuple[tuple[str, ...], str]:
     if shutil.which(command[0]) is None:
         raise Unavailable(f"no C compiler: {command[0]} is not there")
     try:
-        said = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=30, check=True)
+        said = subprocess.run(
+            [*command, "--version"], capture_output=True, text=True, errors="replace", timeout=30, check=True
+        )
     except (OSError, subprocess.SubprocessError) as error:
         raise Unavailable(f"no C compiler: {error}") from None
     return command, "\n".join([*command, said.stdout, *_FLAGS, str(_processor_flags())])

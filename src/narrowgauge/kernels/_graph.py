@@ -118,12 +118,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         if name in ("scalar_tensor", "detach", "alias", "lift_fresh"):
             return out if name == "scalar_tensor" else self._keep(out, self.node(args[0]))
+        if name == "_local_scalar_dense":
+            raise NotImplementedError("it decides in Python by a number, as with `if`: it has no kernel")
         if not isinstance(out, Tensor) or out.shape not in ((), self._shape):
             raise NotImplementedError(f"{name} is not elementwise: it has no kernel")
         return self._keep(out, self._made(name, out, args, kwargs))
 
     def _made(self, name: str, out: Tensor, args: Any, kwargs: Any) -> Node:
         scalar, double = not out.dim(), bool(out.dim()) and out.dtype is torch.float64
+        if name in ("zeros_like", "ones_like", "full_like", "empty_like"):
+            raise NotImplementedError(f"{name} has no kernel: write a number, or x * 0")
         if name != "_to_copy" and (unknown := kwargs.keys() - {"alpha", "min", "max"}):
             raise NotImplementedError(f"{name} with {', '.join(sorted(unknown))} has no kernel")
 
@@ -154,6 +158,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return make(name, args[0], make("mul", args[1], kwargs["alpha"]))
         if name not in _NAMES or (name in ("pow", "log") and not scalar):
             raise NotImplementedError(f"{name} has no kernel: it is not known here")
+        if out.dtype == torch.bool and name in ("add", "mul"):
+            return make("or" if name == "add" else "and", *args)  # torch's sum of two booleans is a boolean
         return make(_NAMES[name], *args)
 
 

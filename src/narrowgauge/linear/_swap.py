@@ -200,6 +200,7 @@ def swap_linears(
         report._undo.append(_Swapped(one.name, one.module, type(one.module), one.becomes))
         one.module.__class__ = one.becomes
         one.module.set_plan(plan)
+    report.kept |= _experts(model)
     has_plan = any(isinstance(one.module, PlannedModule) for one in found)
     others = [f"{name!r}: {why}" for name, why in report.kept.items() if not why.startswith((_NAMED, _MEASURED))]
     if not has_plan and (others or not found):
@@ -325,6 +326,17 @@ def former_class(layer: PlannedModule) -> type[nn.Module] | None:
         return cast(type[nn.Module] | None, former)
     own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
     return type(f"Parametrized{former.__name__}", (former,), own)
+
+
+def _experts(model: nn.Module) -> dict[str, str]:
+    """The weights that a mixture of experts, as transformers has them, multiplies by without layers."""
+    return {
+        f"{name}.{weight}".removeprefix("."): f"is a parameter of a {type(module).__name__}, without a layer"
+        for name, module in model.named_modules()
+        if "expert" in type(module).__name__.lower()
+        for weight, p in module.named_parameters(recurse=False)
+        if p.dim() == 3
+    }
 
 
 def is_held(module: nn.Module) -> bool:

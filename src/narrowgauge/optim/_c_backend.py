@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from narrowgauge._text import warn
 from narrowgauge.kernels._c_library import Unavailable, load, threads_for
 from narrowgauge.kernels._c_source import COLUMNS, StepSpec, blocks_of_chunk, step_source
 from narrowgauge.kernels._graph import evaluator, uniforms
@@ -385,8 +386,17 @@ def _made(*what: Any) -> CKernel | str:
     """A kernel by the arguments of `_step`, or why there is none."""
     try:
         return CKernel(_step(*what))
-    except (NotImplementedError, Unavailable) as error:
+    except NotImplementedError as error:
         return str(error)
+    except Unavailable as error:
+        _warn(str(error))
+        return str(error)
+
+
+@functools.lru_cache(maxsize=1)
+def _warn(reason: str) -> None:
+    """Say once that steps on a CPU are slow."""
+    warn(f"steps on this CPU are not compiled, and many times slower: {reason}")
 
 
 def _step(

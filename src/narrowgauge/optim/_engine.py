@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from narrowgauge._text import warn
 from narrowgauge.kernels._triton import begin, name, unavailable
 from narrowgauge.optim import _c_backend
 from narrowgauge.optim._c_backend import CSteps
@@ -75,6 +76,7 @@ class Engine:
         self._single: dict[tuple[bool, Tensor], _Roster] = {}
         self._left: dict[Tensor, tuple[ParamPlan, str]] = {}
         self._shared: tuple[Any, int, Collective | None] = (None, 0, None)
+        self._has_warned = False
 
     def take_plans(self, plans: dict[Tensor, ParamPlan]) -> None:
         """Step by other plans. Lists that were made by the old ones, and keep old states alive, go."""
@@ -185,6 +187,12 @@ class Engine:
         """Give every parameter that has a gradient to a backend."""
         owners = list(chain.from_iterable([[group] * len(group["params"]) for group in groups]))
         there = [index for index, grad in enumerate(grads) if grad is not None]
+        if not there and not self._has_warned and any(state.values()):
+            self._has_warned = True
+            warn(
+                f"step: none of {len(params)} parameters has a gradient, and nothing is updated; if the model was "
+                "given other parameters (as peft's load_adapter does), it needs another optimizer"
+            )
         if "triton" in self.backends and any(params[index].is_cuda for index in there):
             begin()
         for index in there:
@@ -194,7 +202,7 @@ class Engine:
                 raise StalePlanError
             if plan.shape != p.shape:
                 raise ValueError(
-                    f"params: {plan.name} must have the shape of its state, {tuple(plan.shape)}, got "
+                    f"params: {plan.name} must keep the shape of its state, {tuple(plan.shape)}, got "
                     f"{tuple(p.shape)}; delete optimizer.state[parameter] to start anew"
                 )
             refuse_sparse(plan.name, grads[index])

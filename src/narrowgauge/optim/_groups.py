@@ -72,10 +72,10 @@ def parted(
 def undecayed(model: nn.Module) -> set[int]:
     """The ids of a model's parameters that weight decay would only disturb; see `split_decay`."""
     found: set[int] = set()
-    for module in model.modules():
-        norm = is_norm(module)
+    for path, module in model.named_modules():
+        bare = is_norm(module) or "bias" in path.rpartition(".")[2].split("_")  # a table of biases, as T5's
         for name, p in module.named_parameters(recurse=False):
-            if norm or p.dim() < 2 or "bias" in name.split("_"):
+            if bare or p.dim() < 2 or "bias" in name.split("_"):
                 found.add(id(p))
         own = getattr(module, "no_weight_decay", None)
         if callable(own):  # timm's names are those below the module; some of them may not exist

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch.optim.optimizer import ParamsT
 
 from narrowgauge._arguments import Flag, check, check_instance
 from narrowgauge._text import warn
+from narrowgauge._torch_private import uncompiled
 from narrowgauge.optim._changes import STORAGES, GroupSnapshot
 from narrowgauge.optim._checkpoint import Checkpoint, read_checkpoint
 from narrowgauge.optim._checkpoint_convert import replan
@@ -49,34 +50,11 @@ from narrowgauge.optim._state_shapes import to_shapes
 from narrowgauge.optim._stats import StepStats
 from narrowgauge.optim._tracing import elementwise
 from narrowgauge.optim._verdict import Arrival, Measured, StepRequest, Unscaling, clipping
-from narrowgauge.rules import Rule, cautious, clipped
+from narrowgauge.rules import WEIGHT, Rule, cautious, clipped
 from narrowgauge.storage import WeightStorage, mark_states, marked_states, weight_storage
 
 _MARKS = "marks"
 _MANY_SKIPS = 100  # loss scalers begin with a few
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-_compiling = torch._C._dynamo.eval_frame.get_eval_frame_callback
-
-
-def uncompiled(method: Method) -> Method:
-    """A method that `torch.compile` leaves as it is, even inside a function that it compiles.
-
-    torch's compiler would trace every operation of an eager step, which takes it minutes. This does what
-    `torch.compiler.disable` does, but imports the compiler, which takes a second, only where it is in use.
-    """
-
-    @functools.wraps(method)
-    def outside(*args: Any, **kwargs: Any) -> Any:
-        return (method if _compiling() is None else _disabled(method))(*args, **kwargs)
-
-    outside._torchdynamo_disable = True  # type: ignore[attr-defined]  # for a trace that comes to the call
-    return cast(Method, outside)
-
-
-@functools.cache
-def _disabled(method: Callable[..., Any]) -> Callable[..., Any]:
-    return cast(Callable[..., Any], torch.compiler.disable(method))  # type: ignore[no-untyped-call]
 
 
 class BackwardSteps(Protocol):
@@ -271,7 +249,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
     def _asked(self, group: Mapping[str, Any]) -> Any:
         """What a group asks for, cheap to compare, and unchanged by later changes of the group."""
         rule = self.rule_for(group)
-        return rule, rule.slots(group), *option_values(group)
+        return group["rule"], rule, rule.slots(group), *option_values(group)
 
     def plan_of(self, p: Tensor) -> ParamPlan:
         """What is done with a parameter."""
@@ -354,7 +332,14 @@ class NarrowOptimizer(torch.optim.Optimizer):
         asked = [self._asked(group) for group in self.param_groups]
         if asked != self._planned_for:
             plans: dict[Tensor, ParamPlan] = {}
+            planned = self._planned_for or []
             for number, group in enumerate(self.param_groups):
+                former = planned[number][0] if number < len(planned) else group["rule"]
+                if group["rule"] != former:
+                    raise ValueError(
+                        f"rule of group {number} must stay {former!r}, whose moments it has, got "
+                        f"{group['rule']!r}: make another optimizer, and set its full weights"
+                    )
                 self._checked_rule(group)
                 self._plan_group(plans, number)
             check_limits(self.param_groups)
@@ -692,7 +677,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
     def set_full_weights(self, weights: Mapping[Tensor, Tensor] | Mapping[str, Tensor]) -> None:
         """Set weights with their low words or master copies, from float32: the way back of `full_weights`.
 
-        Moments stay as they are. What a storage has no room for is rounded.
+        Moments stay as they are, but for one that is a weight, z of `ScheduleFreeAdamW`: where the weight changes,
+        it becomes the new one. What a storage has no room for is rounded.
 
         Args:
             weights: {parameter, or the name that the optimizer has for it: its weight, of its shape}; for a sharded
@@ -717,14 +703,20 @@ class NarrowOptimizer(torch.optim.Optimizer):
             found[p] = wide
         groups = {p: group for group in self.param_groups for p in group["params"]}
         for p, wide in found.items():
-            part, exact = local(p.detach()), local(wide.detach()).to(p.device, torch.float32)
-            if (low := plans[p].weight_key) is None:
+            plan, part, exact = plans[p], local(p.detach()), local(wide.detach()).to(p.device, torch.float32)
+            if not self.state.get(p) and plan.weight_key is not None:
+                self.state[p] = plan.init(part, groups[p])
+            state: dict[str, Tensor] = self.state.get(p) or {}
+            for slot in (slot for slot in plan.slots if state and slot.slot.start == WEIGHT):
+                former = plan.weight.exact(part, state.get(plan.weight_key or ""))
+                kept = former.to(torch.float32) == exact
+                state.update(slot.encode(torch.where(kept, slot.decode(state, part.shape), exact), state=state))
+            if plan.weight_key is None:
                 part.copy_(exact)
-                continue
-            if not self.state.get(p):
-                self.state[p] = plans[p].init(part, groups[p])
-            hi, self.state[p][low] = words_of(exact, plans[p].weight, p.dtype)
-            part.copy_(hi)
+            else:
+                hi, low = words_of(exact, plan.weight, p.dtype)
+                part.copy_(hi)
+                state[plan.weight_key] = low  # type: ignore[assignment]  # a storage with a key has a low word
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state that `state_dict` gave, or that torch's or bitsandbytes' optimizer of this kind saved.

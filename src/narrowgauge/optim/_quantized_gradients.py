@@ -25,11 +25,11 @@ from torch import Tensor
 
 from narrowgauge._arguments import Size, check, check_choice, check_instance, is_integer, shown
 from narrowgauge._text import warn
+from narrowgauge._torch_private import uncompiled
 from narrowgauge.formats import Coder, codebook, random_bits
 from narrowgauge.formats._codebooks import known
 from narrowgauge.formats._rounding import Rounding
 from narrowgauge.optim._checkpoint import check_form, check_members
-from narrowgauge.optim._optimizer import uncompiled
 from narrowgauge.optim._sharding import is_shared
 from narrowgauge.storage._blockwise import decode_blocks, encode_blocks
 

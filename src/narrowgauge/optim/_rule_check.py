@@ -25,6 +25,7 @@ def check_rule(rule: Rule, group: Mapping[str, Any]) -> None:
     Raises:
         ValueError: naming the rule, and what is wrong: its slots' names, scalars that it averages with and does not
             have, an update or moments other than declared, an argument changed in place.
+        TypeError: for an equation that takes a scalar for a tensor, as ``torch.maximum(x, s["eps"])`` does.
     """
     declared = [slot.name for slot in rule.moments]
     if twice := {name for name in declared if declared.count(name) > 1}:
@@ -42,6 +43,7 @@ def _check_equation(rule: Rule, group: Mapping[str, Any], shape: tuple[int, ...]
     name, slots = rule.name, [slot.name for slot in rule.slots(group)]
     weight, grad = (torch.full(shape, x, dtype=torch.float32, device="cpu") for x in (0.5, 0.25))
     moments = {slot: torch.full_like(weight, 0.125) for slot in slots}
+    failed: Exception | None = None
     arithmetic, returned, effects, s = Fp32Arithmetic(), dict[str, Any](), dict[str, Any](), dict[str, Any]()
     try:
         s |= {scalar: float(value) for scalar, value in rule.scalars(group, 1).items()}
@@ -51,10 +53,12 @@ def _check_equation(rule: Rule, group: Mapping[str, Any], shape: tuple[int, ...]
             returned["direction"] = rule.direction(arithmetic, weight, grad, moments, s)
         returned["update"] = rule.update(arithmetic, weight, grad, moments, s)
         effects |= rule.remaining_effect(arithmetic, weight, returned["update"][1], s)
-    except Exception:  # the first step raises it again, or does not: the rule may be made for other shapes
-        pass
+    except Exception as error:  # the first step raises it again, or does not: it may be made for other shapes
+        failed = error
     for method, result in returned.items():
         _check_returned(f"{method} of rule {name!r}", result, weight, slots)
+    if isinstance(failed, AttributeError | TypeError):
+        raise TypeError(f"the equation of rule {name!r}, whose scalars are Python floats: {failed}") from failed
     for effect in effects:
         check_choice(f"remaining_effect of rule {name!r}", effect, slots)
     for scalar in rule.averaging if s else ():

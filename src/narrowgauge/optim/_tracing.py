@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from narrowgauge.kernels._algebra import simplified
 from narrowgauge.kernels._graph import Equation, Node, Recorder
@@ -32,16 +33,26 @@ def equation(rule: Rule, slots: tuple[str, ...], numbers: tuple[str, ...]) -> Eq
     `numbers` are names of scalars; where `FACTOR` is one, the gradient is multiplied by it.
     """
     try:
-        found, *others = (
-            _recorded(Recorder(shape), rule, slots, numbers) for shape in ((2, 3), (5,), (1, 4, 2, 3))
-        )
+        return _recorded(Recorder((2, 3)), rule, slots, numbers)
     except NotImplementedError:
         raise
     except Exception as error:  # a rule is anybody's, and may not expect such tensors
         raise NotImplementedError(f"recording it failed: {error}") from error
-    if any(other != found for other in others):
-        raise NotImplementedError("what it does depends on the shape: it has no kernel")
-    return found
+
+
+class _AnyShape(TorchFunctionMode):
+    """Refuses an equation that asks a tensor for its shape: what is recorded would hold for one shape only."""
+
+    PROPERTIES: ClassVar = [getattr(Tensor, name).__get__ for name in ("shape", "ndim", "nbytes")]
+    ASKS: ClassVar[frozenset[Any]] = frozenset({
+        *PROPERTIES, Tensor.dim, Tensor.ndimension, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.stride,
+        Tensor.__len__, Tensor.__iter__, Tensor.is_contiguous, torch.numel,
+    })  # fmt: skip
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.ASKS:
+            raise NotImplementedError("what it does depends on the shape: it has no kernel")
+        return func(*args, **(kwargs or {}))
 
 
 def _recorded(record: Recorder, rule: Rule, slots: tuple[str, ...], numbers: tuple[str, ...]) -> Equation:
@@ -52,7 +63,7 @@ def _recorded(record: Recorder, rule: Rule, slots: tuple[str, ...], numbers: tup
     moments = {name: record.element(name) for name in slots}
     s = {name: record.number(name) for name in numbers}
     arithmetic = Fp32Arithmetic()
-    with torch.no_grad(), record:
+    with torch.no_grad(), record, _AnyShape():
         terms = rule.terms(arithmetic, weight, grad, moments, s)
         s |= {name: record.number(name) for name in (*terms, *(("elements",) if terms else ()))}
         delta, new = rule.update(arithmetic, weight, grad, moments, s)

@@ -120,10 +120,10 @@ def parse(text: str) -> Recipe:
 
 def _read(text: str) -> Any:
     """A value of a setting."""
-    if text in ("true", "false"):
-        return text == "true"
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
-    parts = [_read(part) for part in text.split("/")]
-    return tuple(parts) if len(parts) > 1 and not any(isinstance(part, str) for part in parts) else text
+    parts = [_read(part) for part in text.split("/")] if "/" in text else [text]
+    return text if any(isinstance(part, str) for part in parts) else tuple(parts)

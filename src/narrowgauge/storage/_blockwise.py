@@ -86,6 +86,10 @@ class Quantized:
         return self.codes.nbytes + self.scales.nbytes
 
 
+# `torch.load` reads it with weights_only=True, its default.
+torch.serialization.add_safe_globals([Quantized])
+
+
 @torch.no_grad()
 def quantize(
     x: Tensor,

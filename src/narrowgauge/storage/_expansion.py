@@ -46,6 +46,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from narrowgauge._torch_private import uncompiled
 from narrowgauge.formats import FloatFormat, round_to
 
 Expansion = tuple[Tensor, Tensor]
@@ -65,6 +66,7 @@ _WIDE = {
 _PRECISION = {torch.float64: 53} | {dtype: FloatFormat.of(dtype).mantissa_bits + 1 for dtype in _WIDE}
 
 
+@uncompiled
 def fast_two_sum(a: Tensor, b: Tensor) -> Expansion:
     """a + b = hi + lo exactly, given |a| >= |b|, or a = 0, or any a that is a multiple of ulp(b); three operations.
 
@@ -79,6 +81,7 @@ def fast_two_sum(a: Tensor, b: Tensor) -> Expansion:
     return _fast_two_sum(a, b)
 
 
+@uncompiled
 def two_sum(a: Tensor, b: Tensor) -> Expansion:
     """a + b = hi + lo exactly for any order of magnitudes; six operations.
 
@@ -96,6 +99,7 @@ def two_sum(a: Tensor, b: Tensor) -> Expansion:
     return hi, _add(_sub(a, a_virtual), _sub(b, b_virtual))
 
 
+@uncompiled
 def split(a: Tensor) -> Expansion:
     """a = hi + lo exactly: hi of p - c significant bits, lo of c - 1, c = ceil(p / 2).
 
@@ -116,6 +120,7 @@ def split(a: Tensor) -> Expansion:
     return hi, _sub(a, hi)
 
 
+@uncompiled
 def two_prod(a: Tensor, b: Tensor) -> Expansion:
     """a * b = hi + lo exactly, if a * b is a multiple of min_subnormal; 17 operations of the format.
 
@@ -133,6 +138,7 @@ def two_prod(a: Tensor, b: Tensor) -> Expansion:
     return hi, _sub(_times(a_lo, b_lo), error)
 
 
+@uncompiled
 def two_prod_fma(a: Tensor, b: Tensor) -> Expansion:
     """a * b = hi + lo exactly if a * b is a multiple of min_subnormal; else lo is the nearest number to the error.
 
@@ -148,6 +154,7 @@ def two_prod_fma(a: Tensor, b: Tensor) -> Expansion:
     return _two_prod_fma(a, b)
 
 
+@uncompiled
 def scaling(a: Expansion, v: Tensor) -> Expansion:
     """(hi, lo) * v as a normalized expansion, wrong by less than 2 u^2 of it, and min_subnormal if it underflows.
 
@@ -165,6 +172,7 @@ def scaling(a: Expansion, v: Tensor) -> Expansion:
     return _fast_two_sum(x, _fma(a[1], v, e))
 
 
+@uncompiled
 def mul(a: Expansion, b: Expansion) -> Expansion:
     """(hi, lo) * (hi, lo) as a normalized expansion, wrong by less than 5 u^2 of it, and 2 min_subnormal if it
     underflows.
@@ -186,6 +194,7 @@ def mul(a: Expansion, b: Expansion) -> Expansion:
     return _fast_two_sum(x, _add(e, _add(_times(a[0], b[1]), _times(a[1], b[0]))))
 
 
+@uncompiled
 def grow(x: Expansion, a: Tensor) -> Expansion:
     """(hi, lo) + a as a normalized expansion, given |hi| >= |a|: wrong by at most 2 u^2 of it, whatever cancels.
 

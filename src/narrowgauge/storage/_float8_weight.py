@@ -22,8 +22,10 @@ codes in one step ends there, and the next step doubles the scale. Scales are fr
 is 57,344, as of float16 it is 65,504, and larger ones become it. A tensor of zeros has 2^-8, and keeps it until a
 code is not zero.
 
-**Writes from outside** (`copy_`, a clamp, a loaded checkpoint) choose the scale anew and round to the nearest
-weight of twelve significant bits.
+**Writes from outside** round to the nearest weight of twelve significant bits. `copy_`, and with it a loaded
+checkpoint, chooses the scale anew. Any other operation in place (a clamp, a row set to zero) reads the bfloat16
+numbers; elements that it does not change keep their words, and the scale stays while the largest weight lies in
+[56, 448] codes.
 
 Operations return plain bfloat16 tensors. Of the same class are copies (`clone`, `detach`, `.to(device)`,
 `deepcopy`) and views (`t()`, slices), which share the words: a write to a view is a write to the weight, whose
@@ -44,6 +46,7 @@ from narrowgauge._torch_private import unsubclassed, written_arguments
 
 SMALLEST_SCALE, LARGEST_SCALE, SCALE_OF_ZEROS = 2.0**-32, 2.0**7, 2.0**-8
 LARGEST_CODE = 448.0
+SMALLEST_LARGEST = 56.0  # the largest weight has a code of at least that, or the scale changes
 _NAN, _SIGN = 0x7F, 0x80
 _SPARE = 12  # bits of a float32's fraction beyond those of a weight
 NEAREST = 1 << (_SPARE - 1)  # in place of random bits: to the nearest weight
@@ -151,10 +154,19 @@ class _Words:
     def __init__(self, codes: Tensor, low: Tensor, numbers: Tensor) -> None:
         self.codes, self.low, self.numbers = codes, low, numbers
 
-    def write(self, x: Tensor) -> None:
-        """Become the weights nearest to x, a float tensor of the codes' shape."""
-        scale = scale_for(largest_of(x))
-        codes, low = to_words(x.to(torch.float32), scale)
+    def write(self, x: Tensor, changed: Tensor | None = None) -> None:
+        """Become the weights nearest to x, a float tensor of the codes' shape; or those that changed alone.
+
+        If they do not take all the place of the others, the scale stays while it fits the largest weight.
+        """
+        wide, largest = x.to(torch.float32), largest_of(x)
+        scale = scale_for(largest)
+        if changed is not None:
+            wide = torch.where(changed, wide, from_words(self.codes, self.low, self.numbers[0]))
+            in_codes = largest_of(wide) / self.numbers[0]
+            fits = (in_codes >= SMALLEST_LARGEST) & (in_codes <= LARGEST_CODE)
+            scale = torch.where(fits, self.numbers[0], scale_for(largest_of(wide)))
+        codes, low = to_words(wide, scale)
         self.codes.copy_(codes)
         self.low.copy_(low)
         self.numbers.copy_(_numbers(codes, scale))
@@ -289,8 +301,15 @@ class Float8Weight(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         codes, low = (x if self.is_whole else x.clone() for x in (self._codes, self.low))
+        codes = codes.view(torch.uint8)  # plain pickle has no float8
         is_parameter = isinstance(self, torch.nn.Parameter)
         return _rebuilt, (codes, self.scale, low, self.requires_grad, is_parameter)
+
+    def share_memory_(self) -> Self:
+        """As of any tensor: moves what it consists of to memory that processes share."""
+        for words in (self._words.codes, self._words.low, self._words.numbers):
+            words.share_memory_()  # type: ignore[no-untyped-call]
+        return self
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["codes", "low", "numbers"], None
@@ -326,7 +345,8 @@ def _is_dense(x: Tensor) -> bool:
 def _plainly(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """An operation on what codes stand for; the arguments that it writes to are encoded again."""
     written = {id(x) for x in written_arguments(func, args, kwargs) if isinstance(x, Float8Weight)}
-    wholes: dict[int, tuple[_Words, Tensor]] = {}  # by the words' id, so that views of one weight are written once
+    # By the words' id, so that views of one weight are written once: what the codes stand for, and a copy.
+    wholes: dict[int, tuple[_Words, Tensor, Tensor]] = {}
     plain: dict[int, Tensor] = {}
     owners: dict[int, Tensor] = {}
 
@@ -340,14 +360,15 @@ def _plainly(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
         else:
             words = x._words
             if id(words) not in wholes:
-                wholes[id(words)] = words, Float8Weight._of(words, words.codes).dequantize()
+                whole = Float8Weight._of(words, words.codes).dequantize()
+                wholes[id(words)] = words, whole, whole.clone()
             plain[id(x)] = x._part(wholes[id(words)][1])
             owners[id(plain[id(x)])] = x
         return plain[id(x)]
 
     result = func(*tree_map(read, args), **tree_map(read, dict(kwargs)))
-    for words, whole in wholes.values():
-        words.write(whole)
+    for words, whole, before in wholes.values():
+        words.write(whole, whole.view(torch.int16) != before.view(torch.int16))
     return tree_map(lambda x: owners.get(id(x), x), result)
 
 
@@ -426,7 +447,7 @@ _OWN: dict[Any, Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]] = {
 
 
 def _rebuilt(codes: Tensor, scale: Tensor, low: Tensor, requires_grad: bool, is_parameter: bool) -> Tensor:
-    made = Float8Weight(codes, scale, low)
+    made = Float8Weight(codes.view(torch.float8_e4m3fn), scale, low)
     return torch.nn.Parameter(made, requires_grad) if is_parameter else made.requires_grad_(requires_grad)
 
 

@@ -310,9 +310,10 @@ def refuse_others(settings: TrainSettings, saved: Mapping[str, Any], where: Path
     now = settings.plain()
     defaults = {f.name: f.default for f in fields(settings)}
     if content and content != settings.content:
+        changed = settings.recipe if saved["recipe"] != settings.recipe else f"another content in {settings.recipe}"
         raise SettingsError(
-            f"--recipe must say what it did to go on from {where} (another --out begins anew), got another "
-            f"content in {settings.recipe}"
+            f"--recipe must be {saved['recipe']} as it was to go on from {where} (another --out begins anew), got "
+            f"{changed}"
         )
     for name in _IDENTITY:
         if name == "recipe" and content:

@@ -1,4 +1,4 @@
-"""Alarms while the training runs: spikes, inf and NaN, and tensors all of whose updates are lost.
+"""Alarms while the training runs: spikes, inf and NaN, skipped steps, and tensors all of whose updates are lost.
 
 An alarm is raised when its measurement has arrived on the host, at one of the next steps. It is a record, a line in
 the log ``narrowgauge.gauges``, and a call of the user's function.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from narrowgauge.gauges._history import STOCHASTIC, storages
 from narrowgauge.gauges._records import LOG, Record
-from narrowgauge.gauges._rules import ALL_LOST, MIN_MEASUREMENTS
+from narrowgauge.gauges._rules import ALL_LOST, MIN_MEASUREMENTS, SKIPPED
 from narrowgauge.gauges._spikes import LossSpikes, RmsSpikes, Spike
 
 MOST_LOGGED = 5  # tensors of a kind that are logged by name: when a training diverges all have inf or NaN
@@ -77,6 +77,8 @@ class Alarms:
     def _found(self, record: Record) -> list[Record]:
         kind, step, name = record["kind"], record["step"], record.get("name", "")
         found: list[Record] = []
+        if kind == "skips":
+            found.append({"kind": "nonfinite", "step": step, "of": SKIPPED, "name": "", "value": record["value"]})
         if kind == "step" and record["loss"] is not None:
             found += self._spike(self._loss.add(record["loss"], step), "loss", "")
         ratios = record.get("rms", {}) if kind == "step" else {}
@@ -113,6 +115,8 @@ class Alarms:
 def sentence(alarm: Record) -> str:
     """An alarm as the log has it."""
     step, name, value = alarm["step"], alarm["name"], alarm["value"]
+    if alarm["of"] == SKIPPED:
+        return f"after step {step}: the scaler skipped {value} steps in a row, with inf or NaN in the gradients"
     if alarm["kind"] == "nonfinite":
         return f"step {step}: {value} elements of the {alarm['of'].replace('_', ' ')} of {name} are inf or NaN"
     if alarm["kind"] == "lost":

@@ -102,7 +102,7 @@ class TensorMeasurement:
         found: float64 (6,); by kernels rows (tiles, 5), which are still to be added.
         tiles: number of rows; 0 without kernels.
         elements: of the vector.
-        sample: a copy of a sample of it.
+        sample: a copy of a sample of it, perhaps of no element.
     """
 
     found: Tensor
@@ -111,8 +111,9 @@ class TensorMeasurement:
     sample: Tensor
 
     @classmethod
-    def of(cls, x: Tensor, sample: Sample) -> TensorMeasurement:
-        copy = sample.copy_of(x)  # the memory of a feature is the model's to free, and to write to
+    def of(cls, x: Tensor, sample: Sample | None) -> TensorMeasurement:
+        # A copy: the memory of a feature is the model's to free, and to write to.
+        copy = sample.copy_of(x) if sample is not None else x.new_empty(0)
         if not kernels_take([x]):
             return cls(vector_magnitudes(x), 0, x.numel(), copy)
         from narrowgauge.kernels._magnitudes import tile_sums

@@ -22,7 +22,8 @@ from narrowgauge.gauges._watch._batched_rows import STRIDE, Sample, flat, reduce
 from narrowgauge.gauges._watch._ranks import Part
 
 _KINDS = ("activation", "activation_gradient")
-_MOST = 1 << 18  # elements of a feature's sample
+_MOST = 1 << 18  # elements of a feature's sample, and of the samples of all its calls but the last
+_MOST_CALLS = 1024  # that are measured in a step
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
@@ -78,7 +79,8 @@ def _in_backward() -> bool:
 class Features:
     """What modules return in training, and its gradients.
 
-    All calls of a module in a step (accumulated batches, shared layers) are added to one row.
+    All calls of a module in a step (accumulated batches, shared layers) are added to one row. What formats would
+    lose is measured on its first calls, so that many accumulated batches need no more memory.
 
     Args:
         modules: by name.
@@ -128,6 +130,7 @@ class Features:
 
     def _forget(self) -> None:
         self._seen = {kind: {name: [] for name in self.modules} for kind in _KINDS}
+        self._kept = dict.fromkeys(((kind, name) for kind in _KINDS for name in self.modules), 0)
 
     def _forward(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or not (self._due and module.training) or _in_backward():
@@ -147,10 +150,11 @@ class Features:
     @torch.no_grad()
     def _add(self, kind: str, name: str, x: Tensor) -> None:
         vector = flat(x)
-        if vector.numel():
-            calls = self._seen[kind][name]
+        calls = self._seen[kind][name]
+        if vector.numel() and len(calls) < _MOST_CALLS:
             sample = Sample(len(calls), max(STRIDE, -(-vector.numel() // _MOST)))
-            calls.append(TensorMeasurement.of(vector, sample))
+            calls.append(TensorMeasurement.of(vector, sample if self._kept[kind, name] < _MOST else None))
+            self._kept[kind, name] += calls[-1].sample.numel()
 
     def parts(self, step: int, home: torch.device) -> list[Part]:
         """After the step: the tables of both kinds."""

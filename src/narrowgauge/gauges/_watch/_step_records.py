@@ -125,10 +125,11 @@ class StepRows:
 
     Attributes:
         taken: number of steps taken.
+        dropped_in_a_row: attempts that the scaler has skipped since.
     """
 
     def __init__(self, taken: int, rms_of: Sequence[str], history: LossScaleHistory | None, every: int) -> None:
-        self.taken, self._every = taken, every
+        self.taken, self._every, self.dropped_in_a_row = taken, every, 0
         self._unknown = True  # whether no loss has come
         self._rms_of, self._history = rms_of, history
         self._returned: list[Number] = []
@@ -150,6 +151,7 @@ class StepRows:
         skipped = self._history is not None and self._history.has_skipped(optimizer)
         if skipped:
             self._given, self._returned = [], []
+            self.dropped_in_a_row += 1
         return skipped
 
     def loss_returned(self, loss: Tensor) -> None:
@@ -166,7 +168,7 @@ class StepRows:
 
     def end(self, now: float, rms: Tensor | None) -> None:
         """A step has been taken; `rms` has the sums of RMS_t, float64 (parameters, 2), if they were measured."""
-        self.taken += 1
+        self.taken, self.dropped_in_a_row = self.taken + 1, 0
         self._rows.append(_Row(self.taken, now - self._last, self._given or self._returned, self._scale, rms))
         self._last, self._given, self._returned, self._scale = now, [], [], None
         if self._history is not None:

@@ -43,6 +43,7 @@ from narrowgauge.gauges._watch._sources import Sources, header, parameters_of
 from narrowgauge.gauges._watch._step_records import LossScaleHistory, StepRows
 from narrowgauge.gauges._watch._update_stats import Updates
 
+MANY_SKIPS = 20  # steps in a row that a scaler skips, before an alarm; one that begins high skips a few
 _WATCHED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
@@ -287,6 +288,10 @@ class Watch:
         """Forget what was seen for a step that a scaler has skipped: it is not the next one's."""
         if not torch.compiler.is_compiling() and self._steps.dropped(self._optimizer):
             self._measurements.expect(self._steps.taken + 1)
+            if self._ranks.first and self._steps.dropped_in_a_row == MANY_SKIPS:
+                self.settle()
+                self.record({"kind": "skips", "step": max(1, self._steps.taken), "value": MANY_SKIPS})
+                self._sink.flush()
 
     def _model_returned(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):

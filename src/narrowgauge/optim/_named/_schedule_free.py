@@ -117,6 +117,18 @@ class ScheduleFreeAdamW(NarrowOptimizer):
         if is_shared(p):
             increment_version([p])
 
+    def full_weights(self) -> dict[Tensor, Tensor]:
+        """As of every optimizer; after `eval()` the average x, as the parameters have it."""
+        if not self._is_evaluating():
+            return super().full_weights()
+        return {p: p.detach().to(torch.float32, copy=True) for p, _ in self.plans()}
+
+    def set_full_weights(self, weights: Mapping[Tensor, Tensor] | Mapping[str, Tensor]) -> None:
+        """As of every optimizer; not after `eval()`, which is a RuntimeError."""
+        if self._is_evaluating():
+            raise RuntimeError("set_full_weights: the parameters hold the average; call train() first")
+        super().set_full_weights(weights)
+
     def begin_step(self) -> None:
         if self._is_evaluating():
             raise RuntimeError("step: the parameters hold the average; call the optimizer's train() first")
