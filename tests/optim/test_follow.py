@@ -264,11 +264,18 @@ def test_a_rule_that_is_written_into_a_group_is_refused_and_nothing_moves() -> N
     before = p.detach().clone()
     optimizer.param_groups[0].update(rule="adamw", eps=1e-8)
     for _ in range(2):
-        with pytest.raises(
-            ValueError, match=r"rule of group 0 must stay 'lion', whose moments it has, got 'adamw'"
-        ):
+        with pytest.raises(ValueError, match=r"rule of 0.0 must stay 'lion', whose moments it has, got 'adamw'"):
             optimizer.step()
     assert torch.equal(p.detach(), before)
     optimizer.param_groups[0]["rule"] = "lion"
     optimizer.step()
     assert not torch.equal(p.detach(), before)
+    optimizer.add_param_group({"params": [q := torch.nn.Parameter(torch.ones(8))]})
+    q.grad = torch.ones(8)
+    optimizer.param_groups[1]["rule"] = "sgd"  # it has no moments yet
+    optimizer.param_groups[1].update(momentum=0.0, dampening=0.0, nesterov=False)
+    optimizer.step()
+    optimizer.param_groups.reverse()
+    optimizer.step()
+    del optimizer.param_groups[0]
+    optimizer.step()

@@ -125,3 +125,6 @@ def test_a_moment_that_is_a_weight_follows(steps: int, dtype: torch.dtype) -> No
     before = {key: value.clone() for key, value in optimizer.state[model.weight].items()}
     optimizer.set_full_weights(optimizer.full_weights())
     assert all(torch.equal(optimizer.state[model.weight][key], value) for key, value in before.items())
+    # Digits that the parameter has no room for do not make another weight of it.
+    optimizer.set_full_weights({"weight": optimizer.full_weights()[model.weight] * (1 + 2.0**-20)})
+    assert torch.equal(optimizer.state[model.weight]["z"], before["z"]) == (dtype == torch.bfloat16)

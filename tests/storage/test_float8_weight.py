@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import multiprocessing
 import pickle
 
 import pytest
@@ -211,7 +212,7 @@ def test_a_parameter_of_it_has_ordinary_gradients() -> None:
 @torch.no_grad()
 def test_writes_encode_again_and_choose_the_scale() -> None:
     p = nn.Parameter(Float8Weight.of(sample()))
-    plain, version = p.dequantize(), p._version
+    plain, version = from_words(p.codes, p.low, p.scale).bfloat16(), p._version
     p.mul_(1000)
     assert p._version > version
     assert torch.equal(p, Float8Weight.of(plain * 1000).dequantize())
@@ -233,7 +234,7 @@ def test_writes_encode_again_and_choose_the_scale() -> None:
 @torch.no_grad()
 def test_a_write_to_a_view_is_a_write_to_the_weight() -> None:
     p = nn.Parameter(Float8Weight.of(sample()))
-    plain = p.dequantize()
+    plain = from_words(p.codes, p.low, p.scale).bfloat16()
     p[0] = plain[0] = 5.0  # beyond all others: the scale changes
     p[2:4, ::2].mul_(0.5)
     plain[2:4, ::2].mul_(0.5)
@@ -352,15 +353,39 @@ def test_wrong_words_are_refused() -> None:
 def test_a_write_keeps_the_words_of_what_it_does_not_change() -> None:
     torch.manual_seed(0)
     x = torch.randn(60, 40) / 30
-    for write in (lambda w: w.clamp_(-10, 10), lambda w: w[3].zero_(), lambda w: w[3].fill_(float("nan"))):
+    row, rest = torch.arange(60) == 3, torch.arange(60) != 3
+    writes = [
+        (lambda w: w.clamp_(-10, 10), None), (lambda w: w[3].zero_(), 0.0),
+        (lambda w: w.t()[:, 3].fill_(0.25), 0.25), (lambda w: w.mul_(rest[:, None]), 0.0),
+        (lambda w: w[3].copy_(torch.full((40,), 0.125)), 0.125),
+    ]  # fmt: skip
+    for write, value in writes:
         w = Float8Weight.of(x)
-        before = from_words(w.codes, w.low, w.scale)
         codes, low = w.codes.view(torch.uint8).clone(), w.low.clone()
         write(w)
-        rest = torch.arange(60) != 3
-        assert torch.equal(w.codes.view(torch.uint8)[rest], codes[rest])
-        assert torch.equal(w.low[rest], low[rest])
-        assert write(Float8Weight.of(x))[..., 0].isnan().all() or w.dequantize().isfinite().all()
+        kept = rest if value is not None else row | rest
+        assert torch.equal(w.codes.view(torch.uint8)[kept], codes[kept])
+        assert torch.equal(w.low[kept], low[kept])
+        if value is not None:
+            assert (from_words(w.codes, w.low, w.scale)[3] == value).all()
+
+
+def test_zeros_written_are_zeros_and_have_their_scale() -> None:
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)) * torch.logspace(-8, 0, 64)
+    for zero in (
+        lambda w: w.zero_(), lambda w: w.mul_(0), lambda w: w.fill_(0.0), lambda w: torch._foreach_zero_([w]),
+        lambda w: w.mul_(torch.zeros(64, 64)), lambda w: nn.init.zeros_(w), lambda w: w.__setitem__(slice(None), 0),
+    ):  # fmt: skip
+        w = Float8Weight.of(x)
+        zero(w)
+        assert not from_words(w.codes, w.low, w.scale).any()
+        assert float(w.scale) == 2.0**-8
+
+
+def test_a_write_that_needs_another_scale() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(60, 40) / 30
+    before = from_words(*(lambda w: (w.codes, w.low, w.scale))(Float8Weight.of(x)))
     w = Float8Weight.of(x)
     w[3].fill_(2.0)  # the scale has to change: what is normal under it keeps its eleven bits of fraction
     after = from_words(w.codes, w.low, w.scale)
@@ -385,12 +410,19 @@ def test_trained_weights_stay_the_same_under_a_clamp_after_every_step() -> None:
     assert means[0] == means[1] < 1 - 50e-4
 
 
+def _fill(w: Tensor, value: float) -> None:
+    w.fill_(value)
+
+
 def test_processes_and_plain_pickle_have_every_word() -> None:
     w = Float8Weight.of(torch.randn(5, 7))
     layer = torch.nn.Linear(7, 5)
     layer.weight = torch.nn.Parameter(w)
     layer.share_memory()
     assert all(words.is_shared() for words in (w.codes, w.low, w.numbers))
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        pool.apply(_fill, (w, 64.0))
+    assert w.eq(64).all()
     again = pickle.loads(pickle.dumps(w))
     assert torch.equal(again.codes.view(torch.uint8), w.codes.view(torch.uint8))
     assert torch.equal(again.low, w.low)

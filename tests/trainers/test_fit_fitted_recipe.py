@@ -46,7 +46,7 @@ def test_it_goes_on_with_the_same_content_alone(given: TrainSettings, tmp_path: 
     moved = GPT.save(tmp_path / "moved.toml")
     assert len(run(given, out, steps=3, recipe=str(moved))) == 3
     changed = replace(GPT, choices=(replace(GPT.choices[0], reason="another"), *GPT.choices[1:])).save(moved)
-    words = r"--recipe must be .*\.toml as it was to go on from .*, got "
+    words = r"--recipe must be .*\.toml, unchanged, to go on from .*, got "
     for recipe in (str(changed), "fp32"):
         with pytest.raises(SettingsError, match=words + re.escape(recipe)):
             run(given, out, steps=4, recipe=recipe)

@@ -23,6 +23,7 @@ from narrowgauge.cli._report._page import MISSING, number
 from narrowgauge.cli._runs import Followed, others
 from narrowgauge.gauges._advice import Advice, advise
 from narrowgauge.gauges._history import Floats, History, LiveReader, as_number
+from narrowgauge.gauges._rules import SKIPPED
 from narrowgauge.gauges._spike_matching import RMS_THRESHOLD
 
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -245,6 +246,10 @@ def _alarms(history: History) -> list[RenderableType]:
         if alarm.get("kind") == "lost":
             said = f"step {alarm.get('step')}: every update of {alarm.get('name', '')} is lost"
             lines.append(Text(said, style="yellow"))
+            continue
+        if alarm.get("of") == SKIPPED:
+            said = f"after {number(as_number(alarm.get('taken')))} steps: the scaler skipped"
+            lines.append(Text(f"{said} {number(as_number(alarm.get('value')))} in a row", style="yellow"))
             continue
         what = "inf or NaN in" if alarm.get("kind") == "nonfinite" else "spike of"
         where = " ".join(str(alarm.get(key, "")) for key in ("of", "name")).strip()

@@ -61,6 +61,8 @@ def round_to(
 class _Straight(torch.autograd.Function):
     """Rounding, with the straight-through estimate of its gradient."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x: Tensor, fmt: FloatFormat, rounding: Rounding, generator: torch.Generator | None) -> Tensor:
         return round_to(x.detach(), fmt, rounding, generator)

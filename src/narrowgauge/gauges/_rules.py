@@ -186,12 +186,14 @@ def nonfinite_loss(history: History) -> Finding | None:
 def all_skipped(history: History) -> Finding | None:
     """A loss scaler that skipped many steps in a row, after the last one that was taken."""
     alarms = [alarm for alarm in history.alarms if alarm.get("of") == SKIPPED]
-    if not alarms or int(alarms[-1]["step"]) < history.last_step:
+    steps = history.series("step", "seconds").steps
+    if not alarms or (len(steps) and steps[-1] > alarms[-1].get("taken", 0)):
         return None
-    step = int(alarms[-1]["step"])
+    last = alarms[-1]
+    taken = _count(int(last.get("taken", 0)), "step")
     return Finding(
-        f"After step {step:,} the loss scaler skipped at least {alarms[-1].get('value')} steps in a row: their "
-        "gradients have inf or NaN, and nothing is trained.",
+        f"After {taken} the loss scaler skipped at least {last.get('value')} in a row: their gradients have inf or "
+        "NaN, and nothing is trained.",
         "Look whether the loss is finite, and at the data of these steps. If it is, lower the learning rate or "
         "begin with a smaller loss scale.",
         "SwitchBack, Appendix G", [], weight=6,

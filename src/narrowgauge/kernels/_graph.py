@@ -158,6 +158,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return make(name, args[0], make("mul", args[1], kwargs["alpha"]))
         if name not in _NAMES or (name in ("pow", "log") and not scalar):
             raise NotImplementedError(f"{name} has no kernel: it is not known here")
+        if name in ("bitwise_and", "bitwise_or", "bitwise_not") and out.dtype != torch.bool:
+            raise NotImplementedError(f"{name} of integers has no kernel")
         if out.dtype == torch.bool and name in ("add", "mul"):
             return make("or" if name == "add" else "and", *args)  # torch's sum of two booleans is a boolean
         return make(_NAMES[name], *args)

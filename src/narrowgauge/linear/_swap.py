@@ -200,12 +200,12 @@ def swap_linears(
         report._undo.append(_Swapped(one.name, one.module, type(one.module), one.becomes))
         one.module.__class__ = one.becomes
         one.module.set_plan(plan)
-    report.kept |= _experts(model)
     has_plan = any(isinstance(one.module, PlannedModule) for one in found)
     others = [f"{name!r}: {why}" for name, why in report.kept.items() if not why.startswith((_NAMED, _MEASURED))]
     if not has_plan and (others or not found):
         first = others[0] if others else "it has none"
         warn(f"swap_linears: no linear layer of the model was swapped; {first}")
+    report.kept |= _experts(model)
     return report
 
 

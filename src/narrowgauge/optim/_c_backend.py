@@ -41,6 +41,7 @@ _CPU = torch.device("cpu")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Elements per block if no storage asks for blocks; the most that fit on a stack.
 _BLOCK, _LARGEST_BLOCK = 1024, 8192
+_warned: set[str] = set()
 _AT = {name: number for number, name in enumerate(COLUMNS)}
 
 
@@ -393,10 +394,11 @@ def _made(*what: Any) -> CKernel | str:
         return str(error)
 
 
-@functools.lru_cache(maxsize=1)
 def _warn(reason: str) -> None:
-    """Say once that steps on a CPU are slow."""
-    warn(f"steps on this CPU are not compiled, and many times slower: {reason}")
+    """Say once that steps on a CPU are slow, even where warnings are errors."""
+    if reason not in _warned:
+        _warned.add(reason)
+        warn(f"steps on this CPU are not compiled, and many times slower: {reason}")
 
 
 def _step(

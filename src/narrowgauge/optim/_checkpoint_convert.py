@@ -20,6 +20,7 @@ from torch import Tensor
 from narrowgauge.optim._plan import ParamPlan, SlotPlan
 from narrowgauge.optim._sharded_state import LOW_CODES, in_blocks
 from narrowgauge.optim._sharding import Shard, local
+from narrowgauge.rules import bare
 from narrowgauge.storage import (
     Float8Weight,
     StateContext,
@@ -284,6 +285,13 @@ def replan(
     Each plan in `old` is replaced as soon as its state is converted, so that plans and states agree even if memory
     runs out in between.
     """
+    for p, plan in new.items():
+        was, now = (bare(each.rule).name for each in (old.get(p, plan), plan))
+        if state.get(p) and was != now:
+            raise ValueError(
+                f"rule of {plan.name} must stay {was!r}, whose moments it has, got {now!r}: put it back, or make "
+                "another optimizer"
+            )
     notes = Notes()
     for group in groups:
         for p in (p for p in group["params"] if p in new):  # lazy parameters have no plan yet

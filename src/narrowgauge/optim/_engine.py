@@ -53,6 +53,7 @@ Group = dict[str, Any]
 
 _GRAD = attrgetter("grad")
 _RELEASED = torch.empty(0)
+_IN_VAIN = 10  # steps in a row without any gradient, before a warning
 
 
 class StalePlanError(Exception):
@@ -76,7 +77,7 @@ class Engine:
         self._single: dict[tuple[bool, Tensor], _Roster] = {}
         self._left: dict[Tensor, tuple[ParamPlan, str]] = {}
         self._shared: tuple[Any, int, Collective | None] = (None, 0, None)
-        self._has_warned = False
+        self._in_vain = 0  # steps in a row without any gradient
 
     def take_plans(self, plans: dict[Tensor, ParamPlan]) -> None:
         """Step by other plans. Lists that were made by the old ones, and keep old states alive, go."""
@@ -115,6 +116,12 @@ class Engine:
         if roster is None or not roster.refresh(self.plans, groups, params, grads, state):
             self._rosters.pop(mode, None)
             roster = self._rosters[mode] = self._assign(groups, params, grads, state, mode)
+        self._in_vain = 0 if roster.steps else self._in_vain + 1
+        if self._in_vain == _IN_VAIN and any(state.values()):
+            warn(
+                f"step: in {_IN_VAIN} steps none of {len(params)} parameters had a gradient: nothing was updated. "
+                "If the model was given other parameters (as peft's load_adapter does), it needs another optimizer"
+            )
         verdict, summed, flags = None, False, dict[torch.device, Tensor]()
         measured: Measured = []
         try:
@@ -187,12 +194,6 @@ class Engine:
         """Give every parameter that has a gradient to a backend."""
         owners = list(chain.from_iterable([[group] * len(group["params"]) for group in groups]))
         there = [index for index, grad in enumerate(grads) if grad is not None]
-        if not there and not self._has_warned and any(state.values()):
-            self._has_warned = True
-            warn(
-                f"step: none of {len(params)} parameters has a gradient, and nothing is updated; if the model was "
-                "given other parameters (as peft's load_adapter does), it needs another optimizer"
-            )
         if "triton" in self.backends and any(params[index].is_cuda for index in there):
             begin()
         for index in there:

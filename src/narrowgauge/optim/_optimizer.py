@@ -249,7 +249,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
     def _asked(self, group: Mapping[str, Any]) -> Any:
         """What a group asks for, cheap to compare, and unchanged by later changes of the group."""
         rule = self.rule_for(group)
-        return group["rule"], rule, rule.slots(group), *option_values(group)
+        return rule, rule.slots(group), *option_values(group)
 
     def plan_of(self, p: Tensor) -> ParamPlan:
         """What is done with a parameter."""
@@ -332,14 +332,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         asked = [self._asked(group) for group in self.param_groups]
         if asked != self._planned_for:
             plans: dict[Tensor, ParamPlan] = {}
-            planned = self._planned_for or []
             for number, group in enumerate(self.param_groups):
-                former = planned[number][0] if number < len(planned) else group["rule"]
-                if group["rule"] != former:
-                    raise ValueError(
-                        f"rule of group {number} must stay {former!r}, whose moments it has, got "
-                        f"{group['rule']!r}: make another optimizer, and set its full weights"
-                    )
                 self._checked_rule(group)
                 self._plan_group(plans, number)
             check_limits(self.param_groups)
@@ -677,8 +670,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
     def set_full_weights(self, weights: Mapping[Tensor, Tensor] | Mapping[str, Tensor]) -> None:
         """Set weights with their low words or master copies, from float32: the way back of `full_weights`.
 
-        Moments stay as they are, but for one that is a weight, z of `ScheduleFreeAdamW`: where the weight changes,
-        it becomes the new one. What a storage has no room for is rounded.
+        Moments stay as they are, but for one that is a weight, z of `ScheduleFreeAdamW`: before the first step, and
+        where the parameter changes, it becomes the new weight. What a storage has no room for is rounded.
 
         Args:
             weights: {parameter, or the name that the optimizer has for it: its weight, of its shape}; for a sharded
@@ -704,19 +697,18 @@ class NarrowOptimizer(torch.optim.Optimizer):
         groups = {p: group for group in self.param_groups for p in group["params"]}
         for p, wide in found.items():
             plan, part, exact = plans[p], local(p.detach()), local(wide.detach()).to(p.device, torch.float32)
-            if not self.state.get(p) and plan.weight_key is not None:
+            is_new = not self.state.get(p)
+            if is_new and plan.weight_key is not None:
                 self.state[p] = plan.init(part, groups[p])
             state: dict[str, Tensor] = self.state.get(p) or {}
+            has_low = plan.weight_key is not None
+            hi, low = words_of(exact, plan.weight, p.dtype) if has_low else (exact.to(p.dtype), None)
             for slot in (slot for slot in plan.slots if state and slot.slot.start == WEIGHT):
-                former = plan.weight.exact(part, state.get(plan.weight_key or ""))
-                kept = former.to(torch.float32) == exact
+                kept = (hi == part) & (not is_new)  # more digits of the same weight are not another one
                 state.update(slot.encode(torch.where(kept, slot.decode(state, part.shape), exact), state=state))
-            if plan.weight_key is None:
-                part.copy_(exact)
-            else:
-                hi, low = words_of(exact, plan.weight, p.dtype)
-                part.copy_(hi)
-                state[plan.weight_key] = low  # type: ignore[assignment]  # a storage with a key has a low word
+            part.copy_(hi if has_low else exact)
+            if plan.weight_key is not None and low is not None:
+                state[plan.weight_key] = low
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state that `state_dict` gave, or that torch's or bitsandbytes' optimizer of this kind saved.

@@ -1,7 +1,7 @@
 """What a rule must keep to, checked on a CPU when an optimizer is made: kernels and storages rely on it unasked.
 
 The equation runs on tiny tensors. What it raises there is left to the first step, since it may be made for other
-shapes; what it returns is compared with what it declares.
+shapes, unless it would run with tensors for scalars. What it returns is compared with what it declares.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ def _check_equation(rule: Rule, group: Mapping[str, Any], shape: tuple[int, ...]
     name, slots = rule.name, [slot.name for slot in rule.slots(group)]
     weight, grad = (torch.full(shape, x, dtype=torch.float32, device="cpu") for x in (0.5, 0.25))
     moments = {slot: torch.full_like(weight, 0.125) for slot in slots}
-    failed: Exception | None = None
     arithmetic, returned, effects, s = Fp32Arithmetic(), dict[str, Any](), dict[str, Any](), dict[str, Any]()
     try:
         s |= {scalar: float(value) for scalar, value in rule.scalars(group, 1).items()}
@@ -54,11 +53,10 @@ def _check_equation(rule: Rule, group: Mapping[str, Any], shape: tuple[int, ...]
         returned["update"] = rule.update(arithmetic, weight, grad, moments, s)
         effects |= rule.remaining_effect(arithmetic, weight, returned["update"][1], s)
     except Exception as error:  # the first step raises it again, or does not: it may be made for other shapes
-        failed = error
+        if isinstance(error, AttributeError | TypeError) and s:
+            _refuse_tensors(rule, (weight, grad, moments), s, error)
     for method, result in returned.items():
         _check_returned(f"{method} of rule {name!r}", result, weight, slots)
-    if isinstance(failed, AttributeError | TypeError):
-        raise TypeError(f"the equation of rule {name!r}, whose scalars are Python floats: {failed}") from failed
     for effect in effects:
         check_choice(f"remaining_effect of rule {name!r}", effect, slots)
     for scalar in rule.averaging if s else ():
@@ -68,6 +66,18 @@ def _check_equation(rule: Rule, group: Mapping[str, Any], shape: tuple[int, ...]
             raise ValueError(
                 f"the equation of rule {name!r} must not change {argument!r} in place: write x * 2, not x.mul_(2)"
             )
+
+
+def _refuse_tensors(
+    rule: Rule, tensors: tuple[Tensor, Tensor, Mapping[str, Tensor]], s: Mapping[str, float], error: Exception
+) -> None:
+    """Refuse an equation that fails with its scalars as they are, and would not if they were tensors."""
+    scalars = {scalar: torch.tensor(value, dtype=torch.float64) for scalar, value in s.items()}
+    try:
+        rule.update(Fp32Arithmetic(), *tensors, scalars)
+    except Exception:  # it is made for other shapes, perhaps
+        return
+    raise TypeError(f"the equation of rule {rule.name!r}, whose scalars are Python floats: {error}") from error
 
 
 def _check_returned(what: str, returned: Any, weight: Tensor, slots: Sequence[str]) -> None:

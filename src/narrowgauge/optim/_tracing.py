@@ -33,11 +33,16 @@ def equation(rule: Rule, slots: tuple[str, ...], numbers: tuple[str, ...]) -> Eq
     `numbers` are names of scalars; where `FACTOR` is one, the gradient is multiplied by it.
     """
     try:
-        return _recorded(Recorder((2, 3)), rule, slots, numbers)
+        found, *others = (
+            _recorded(Recorder(shape), rule, slots, numbers) for shape in ((2, 3), (5,), (1, 4, 2, 3))
+        )
     except NotImplementedError:
         raise
     except Exception as error:  # a rule is anybody's, and may not expect such tensors
         raise NotImplementedError(f"recording it failed: {error}") from error
+    if any(other != found for other in others):  # it has asked in another way than `_AnyShape` knows
+        raise NotImplementedError("what it does depends on the shape: it has no kernel")
+    return found
 
 
 class _AnyShape(TorchFunctionMode):

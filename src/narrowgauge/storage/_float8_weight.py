@@ -23,9 +23,9 @@ is 57,344, as of float16 it is 65,504, and larger ones become it. A tensor of ze
 code is not zero.
 
 **Writes from outside** round to the nearest weight of twelve significant bits. `copy_`, and with it a loaded
-checkpoint, chooses the scale anew. Any other operation in place (a clamp, a row set to zero) reads the bfloat16
-numbers; elements that it does not change keep their words, and the scale stays while the largest weight lies in
-[56, 448] codes.
+checkpoint, chooses the scale anew. Any other operation in place (a clamp, a row set to zero) works on the weights
+rounded to bfloat16, which has eight significant bits. Elements that it does not change keep their words. The scale
+stays while the largest weight lies in [56, 448] codes.
 
 Operations return plain bfloat16 tensors. Of the same class are copies (`clone`, `detach`, `.to(device)`,
 `deepcopy`) and views (`t()`, slices), which share the words: a write to a view is a write to the weight, whose
@@ -302,8 +302,13 @@ class Float8Weight(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         codes, low = (x if self.is_whole else x.clone() for x in (self._codes, self.low))
         codes = codes.view(torch.uint8)  # plain pickle has no float8
+        numbers = self.numbers if self.is_whole else self.scale
         is_parameter = isinstance(self, torch.nn.Parameter)
-        return _rebuilt, (codes, self.scale, low, self.requires_grad, is_parameter)
+        return _rebuilt, (codes, numbers, low, self.requires_grad, is_parameter)
+
+    def is_shared(self) -> bool:
+        """As of any tensor."""
+        return bool(self._words.codes.is_shared())  # type: ignore[no-untyped-call]
 
     def share_memory_(self) -> Self:
         """As of any tensor: moves what it consists of to memory that processes share."""
@@ -343,9 +348,12 @@ def _is_dense(x: Tensor) -> bool:
 
 
 def _plainly(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """An operation on what codes stand for; the arguments that it writes to are encoded again."""
+    """An operation on what codes stand for, and on the weights, rounded to bfloat16, that it writes to.
+
+    Of these the elements that it changes are encoded again.
+    """
     written = {id(x) for x in written_arguments(func, args, kwargs) if isinstance(x, Float8Weight)}
-    # By the words' id, so that views of one weight are written once: what the codes stand for, and a copy.
+    # By the words' id, so that views of one weight are written once: the weights in bfloat16, and a copy.
     wholes: dict[int, tuple[_Words, Tensor, Tensor]] = {}
     plain: dict[int, Tensor] = {}
     owners: dict[int, Tensor] = {}
@@ -360,7 +368,8 @@ def _plainly(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
         else:
             words = x._words
             if id(words) not in wholes:
-                whole = Float8Weight._of(words, words.codes).dequantize()
+                whole = torch.empty_like(words.codes, dtype=torch.bfloat16)
+                whole.copy_(from_words(words.codes, words.low, words.numbers[0]))
                 wholes[id(words)] = words, whole, whole.clone()
             plain[id(x)] = x._part(wholes[id(words)][1])
             owners[id(plain[id(x)])] = x
@@ -446,8 +455,12 @@ _OWN: dict[Any, Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]] = {
 }
 
 
-def _rebuilt(codes: Tensor, scale: Tensor, low: Tensor, requires_grad: bool, is_parameter: bool) -> Tensor:
-    made = Float8Weight(codes.view(torch.float8_e4m3fn), scale, low)
+def _rebuilt(codes: Tensor, numbers: Tensor, low: Tensor, requires_grad: bool, is_parameter: bool) -> Tensor:
+    codes = codes.view(torch.float8_e4m3fn)
+    if numbers.dim():  # memory that processes share stays shared
+        made = Float8Weight._of(_Words(codes, low, numbers), codes)
+    else:  # the scale of a part
+        made = Float8Weight(codes, numbers, low)
     return torch.nn.Parameter(made, requires_grad) if is_parameter else made.requires_grad_(requires_grad)
 
 

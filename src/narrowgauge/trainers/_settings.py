@@ -312,8 +312,8 @@ def refuse_others(settings: TrainSettings, saved: Mapping[str, Any], where: Path
     if content and content != settings.content:
         changed = settings.recipe if saved["recipe"] != settings.recipe else f"another content in {settings.recipe}"
         raise SettingsError(
-            f"--recipe must be {saved['recipe']} as it was to go on from {where} (another --out begins anew), got "
-            f"{changed}"
+            f"--recipe must be {saved['recipe']}, unchanged, to go on from {where} (another --out begins anew), "
+            f"got {changed}"
         )
     for name in _IDENTITY:
         if name == "recipe" and content:

@@ -78,7 +78,7 @@ class Alarms:
         kind, step, name = record["kind"], record["step"], record.get("name", "")
         found: list[Record] = []
         if kind == "skips":
-            found.append({"kind": "nonfinite", "step": step, "of": SKIPPED, "name": "", "value": record["value"]})
+            found.append({**record, "kind": "nonfinite", "of": SKIPPED, "name": ""})
         if kind == "step" and record["loss"] is not None:
             found += self._spike(self._loss.add(record["loss"], step), "loss", "")
         ratios = record.get("rms", {}) if kind == "step" else {}
@@ -116,7 +116,8 @@ def sentence(alarm: Record) -> str:
     """An alarm as the log has it."""
     step, name, value = alarm["step"], alarm["name"], alarm["value"]
     if alarm["of"] == SKIPPED:
-        return f"after step {step}: the scaler skipped {value} steps in a row, with inf or NaN in the gradients"
+        skipped = f"the scaler skipped {value} steps in a row, with inf or NaN in the gradients"
+        return f"after {alarm['taken']} steps: {skipped}"
     if alarm["kind"] == "nonfinite":
         return f"step {step}: {value} elements of the {alarm['of'].replace('_', ' ')} of {name} are inf or NaN"
     if alarm["kind"] == "lost":

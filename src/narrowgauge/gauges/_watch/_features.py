@@ -23,7 +23,6 @@ from narrowgauge.gauges._watch._ranks import Part
 
 _KINDS = ("activation", "activation_gradient")
 _MOST = 1 << 18  # elements of a feature's sample, and of the samples of all its calls but the last
-_MOST_CALLS = 1024  # that are measured in a step
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
@@ -151,7 +150,7 @@ class Features:
     def _add(self, kind: str, name: str, x: Tensor) -> None:
         vector = flat(x)
         calls = self._seen[kind][name]
-        if vector.numel() and len(calls) < _MOST_CALLS:
+        if vector.numel():
             sample = Sample(len(calls), max(STRIDE, -(-vector.numel() // _MOST)))
             calls.append(TensorMeasurement.of(vector, sample if self._kept[kind, name] < _MOST else None))
             self._kept[kind, name] += calls[-1].sample.numel()

@@ -290,7 +290,8 @@ class Watch:
             self._measurements.expect(self._steps.taken + 1)
             if self._ranks.first and self._steps.dropped_in_a_row == MANY_SKIPS:
                 self.settle()
-                self.record({"kind": "skips", "step": max(1, self._steps.taken), "value": MANY_SKIPS})
+                taken = self._steps.taken
+                self.record({"kind": "skips", "step": max(1, taken), "taken": taken, "value": MANY_SKIPS})
                 self._sink.flush()
 
     def _model_returned(self, module: nn.Module, args: Any, output: Any) -> None:
