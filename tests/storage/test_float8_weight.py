@@ -7,6 +7,7 @@ import io
 import math
 import multiprocessing
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -427,3 +428,23 @@ def test_processes_and_plain_pickle_have_every_word() -> None:
     assert torch.equal(again.codes.view(torch.uint8), w.codes.view(torch.uint8))
     assert torch.equal(again.low, w.low)
     assert torch.equal(again.scale, w.scale)
+
+
+@torch.no_grad()
+def test_one_operation_reads_and_writes_the_same_numbers() -> None:
+    w = Float8Weight.of(torch.tensor([1.03, 0.3, 0.77]))
+    w.sub_(w.detach())
+    assert not from_words(w.codes, w.low, w.scale).any()
+    w = Float8Weight.of(torch.tensor([1.03, 0.3, 0.77]))
+    w[0:1].copy_(w[1:2])
+    assert float(from_words(w.codes, w.low, w.scale)[0]) == float(torch.tensor(0.3).bfloat16())
+
+
+def test_a_collective_is_refused(tmp_path: Path) -> None:
+    """It would send a copy, and write to one."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match="send the codes, low and numbers of a Float8Weight"):
+            torch.distributed.broadcast(Float8Weight.of(torch.ones(8)), 0)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -116,12 +116,14 @@ class Engine:
         if roster is None or not roster.refresh(self.plans, groups, params, grads, state):
             self._rosters.pop(mode, None)
             roster = self._rosters[mode] = self._assign(groups, params, grads, state, mode)
-        self._in_vain = 0 if roster.steps else self._in_vain + 1
-        if self._in_vain == _IN_VAIN and any(state.values()):
-            warn(
-                f"step: in {_IN_VAIN} steps none of {len(params)} parameters had a gradient: nothing was updated. "
-                "If the model was given other parameters (as peft's load_adapter does), it needs another optimizer"
-            )
+        if self._in_vain < _IN_VAIN:
+            self._in_vain = 0 if roster.steps or not any(state.values()) else self._in_vain + 1
+            if self._in_vain == _IN_VAIN:
+                warn(
+                    f"step: in {_IN_VAIN} steps none of {len(params)} parameters had a gradient: nothing was "
+                    "updated. If the model was given other parameters (as peft's load_adapter does), it needs "
+                    "another optimizer"
+                )
         verdict, summed, flags = None, False, dict[torch.device, Tensor]()
         measured: Measured = []
         try:

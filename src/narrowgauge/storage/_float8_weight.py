@@ -185,7 +185,7 @@ def _numbers(codes: Tensor, scale: Tensor) -> Tensor:
 class Float8Weight(Tensor):
     """A bfloat16 tensor that is kept as e4m3 codes and one power-of-two scale; see the module.
 
-    Train it with optimizers of this library. Others write it in place, and small updates of four bits are lost.
+    Train it with optimizers of this library. Others write it in place, as a bfloat16 tensor.
 
     Args:
         codes: float8_e4m3fn, dense; shared, not copied.
@@ -330,6 +330,10 @@ class Float8Weight(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "c10d":  # it would write to a copy
+            raise RuntimeError(
+                f"{func}: send the codes, low and numbers of a Float8Weight; DDP of one takes init_sync=False"
+            )
         if func in _OWN:
             found = _OWN[func](func, args, kwargs)
             if found is not NotImplemented:
@@ -352,7 +356,8 @@ def _plainly(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
 
     Of these the elements that it changes are encoded again.
     """
-    written = {id(x) for x in written_arguments(func, args, kwargs) if isinstance(x, Float8Weight)}
+    written = {id(x): x._words for x in written_arguments(func, args, kwargs) if isinstance(x, Float8Weight)}
+    changing = {id(words) for words in written.values()}
     # By the words' id, so that views of one weight are written once: the weights in bfloat16, and a copy.
     wholes: dict[int, tuple[_Words, Tensor, Tensor]] = {}
     plain: dict[int, Tensor] = {}
@@ -363,7 +368,7 @@ def _plainly(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
             return x
         if id(x) in plain:
             return plain[id(x)]
-        if id(x) not in written:
+        if id(x._words) not in changing:
             plain[id(x)] = x.dequantize()
         else:
             words = x._words
@@ -372,7 +377,8 @@ def _plainly(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
                 whole.copy_(from_words(words.codes, words.low, words.numbers[0]))
                 wholes[id(words)] = words, whole, whole.clone()
             plain[id(x)] = x._part(wholes[id(words)][1])
-            owners[id(plain[id(x)])] = x
+            if id(x) in written:
+                owners[id(plain[id(x)])] = x
         return plain[id(x)]
 
     result = func(*tree_map(read, args), **tree_map(read, dict(kwargs)))
