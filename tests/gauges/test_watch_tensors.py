@@ -19,6 +19,7 @@ from narrowgauge.gauges._magnitudes import FORMATS
 from narrowgauge.gauges._records import unpacked
 from narrowgauge.gauges._watch._batched_magnitudes import as_records, table_of
 from narrowgauge.gauges._watch._batched_rows import LONG, BlockSample, Sample
+from narrowgauge.gauges._watch._features import Features
 
 BF16 = torch.bfloat16
 
@@ -392,3 +393,17 @@ def test_wrappers_leave_the_names_of_records_and_checkpoints_alone(tmp_path: Pat
     names, *others = run(torch.compile(wrapped, backend="eager"), "compiled")
     assert names == plain[0] | {"activation": set()}
     assert others == [*plain[1:]]
+
+
+def test_features_of_many_accumulated_batches_keep_a_bounded_sample() -> None:
+    net = torch.nn.Linear(256, 256)
+    features = Features({"net": net}, targets(list(FORMATS)[:1]))
+    features.attach()
+    features.expect(due=True)
+    for _ in range(24):
+        net(torch.ones(128, 256)).square().mean().backward()
+    for kind in ("activation", "activation_gradient"):
+        calls = features._seen[kind]["net"]
+        assert 2**18 <= sum(call.sample.numel() for call in calls) < 2**19 < 24 * 128 * 256
+        assert sum(call.elements for call in calls) == 24 * 128 * 256
+    assert all(float(part.table[0, 1]) == 24 * 128 * 256 for part in features.parts(1, torch.device("cpu")))
