@@ -144,6 +144,13 @@ class Moving(Rule):
         return self._by(weight, grad, s), moments
 
 
+def dims_or_two(x: Any) -> int:
+    try:
+        return int(x.dim())
+    except NotImplementedError:
+        return 2
+
+
 WITHOUT: list[tuple[Callable[..., Any], str]] = [
     (lambda w, g, s: g.cumsum(0), "cumsum has no kernel"),
     (lambda w, g, s: g - g.mean(dim=0, keepdim=True), "mean is not elementwise"),
@@ -153,6 +160,7 @@ WITHOUT: list[tuple[Callable[..., Any], str]] = [
     (lambda w, g, s: w if g.shape[0] > 10000 else g, "depends on the shape"),
     (lambda w, g, s: w if w.ndim == 5 else g, "depends on the shape"),
     (lambda w, g, s: w * len(g), "depends on the shape"),
+    (lambda w, g, s: w * dims_or_two(g), "depends on the shape"),
     (lambda w, g, s: w * len(repr(g)), "depends on the shape|recording it failed"),
     (lambda w, g, s: w * g.untyped_storage().nbytes(), "depends on the shape"),
     (lambda w, g, s: ~torch.where(g > 0, 1, 2) * g, "bitwise_not of integers has no kernel"),

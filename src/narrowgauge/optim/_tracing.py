@@ -24,6 +24,7 @@ from narrowgauge.rules import Rule, squared_ratio
 
 # The name of the number that multiplies every gradient of a step. No rule knows of it.
 FACTOR = "grad_factor"
+_BY_SHAPE = "what it does depends on the shape: it has no kernel"
 
 
 @functools.lru_cache(maxsize=256)
@@ -41,22 +42,31 @@ def equation(rule: Rule, slots: tuple[str, ...], numbers: tuple[str, ...]) -> Eq
     except Exception as error:  # a rule is anybody's, and may not expect such tensors
         raise NotImplementedError(f"recording it failed: {error}") from error
     if any(other != found for other in others):  # it has asked in another way than `_AnyShape` knows
-        raise NotImplementedError("what it does depends on the shape: it has no kernel")
+        raise NotImplementedError(_BY_SHAPE)
     return found
 
 
 class _AnyShape(TorchFunctionMode):
-    """Refuses an equation that asks a tensor for its shape: what is recorded would hold for one shape only."""
+    """Refuses an equation that asks a tensor for its shape: what is recorded would hold for one shape only.
 
-    PROPERTIES: ClassVar = [getattr(Tensor, name).__get__ for name in ("shape", "ndim", "nbytes")]
+    Attributes:
+        asked: whether it has asked; a rule may catch the error.
+    """
+
     ASKS: ClassVar[frozenset[Any]] = frozenset({
-        *PROPERTIES, Tensor.dim, Tensor.ndimension, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.stride,
+        *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "nbytes")),
+        Tensor.dim, Tensor.ndimension, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.stride,
         Tensor.__len__, Tensor.__iter__, Tensor.is_contiguous, torch.numel,
     })  # fmt: skip
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = False
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.ASKS:
-            raise NotImplementedError("what it does depends on the shape: it has no kernel")
+            self.asked = True
+            raise NotImplementedError(_BY_SHAPE)
         return func(*args, **(kwargs or {}))
 
 
@@ -68,7 +78,7 @@ def _recorded(record: Recorder, rule: Rule, slots: tuple[str, ...], numbers: tup
     moments = {name: record.element(name) for name in slots}
     s = {name: record.number(name) for name in numbers}
     arithmetic = Fp32Arithmetic()
-    with torch.no_grad(), record, _AnyShape():
+    with torch.no_grad(), record, (shapes := _AnyShape()):
         terms = rule.terms(arithmetic, weight, grad, moments, s)
         s |= {name: record.number(name) for name in (*terms, *(("elements",) if terms else ()))}
         delta, new = rule.update(arithmetic, weight, grad, moments, s)
@@ -77,6 +87,8 @@ def _recorded(record: Recorder, rule: Rule, slots: tuple[str, ...], numbers: tup
         if not always & moments.keys() <= new.keys():  # what is left out would be memory that nothing wrote
             raise NotImplementedError(f"it returns the moments {', '.join(new)}: it has no kernel")
         ratio = squared_ratio(rule, arithmetic, weight, grad, moments, s)
+    if shapes.asked:
+        raise NotImplementedError(_BY_SHAPE)
     made: dict[Any, Any] = {("", "delta"): delta}
     made |= {("moments", name): value for name, value in new.items()}
     made |= {("effects", name): value for name, value in effects.items()}

@@ -46,7 +46,7 @@ from narrowgauge._torch_private import unsubclassed, written_arguments
 
 SMALLEST_SCALE, LARGEST_SCALE, SCALE_OF_ZEROS = 2.0**-32, 2.0**7, 2.0**-8
 LARGEST_CODE = 448.0
-SMALLEST_LARGEST = 56.0  # the largest weight has a code of at least that, or the scale changes
+LEAST_LARGEST_CODE = 56.0  # below it the scale changes
 _NAN, _SIGN = 0x7F, 0x80
 _SPARE = 12  # bits of a float32's fraction beyond those of a weight
 NEAREST = 1 << (_SPARE - 1)  # in place of random bits: to the nearest weight
@@ -155,17 +155,19 @@ class _Words:
         self.codes, self.low, self.numbers = codes, low, numbers
 
     def write(self, x: Tensor, changed: Tensor | None = None) -> None:
-        """Become the weights nearest to x, a float tensor of the codes' shape; or those that changed alone.
+        """Become the weights nearest to x, a float tensor of the codes' shape.
 
-        If they do not take all the place of the others, the scale stays while it fits the largest weight.
+        With `changed`, a mask, only its elements are written, and the scale stays while it fits the largest weight.
         """
-        wide, largest = x.to(torch.float32), largest_of(x)
-        scale = scale_for(largest)
+        wide = x.to(torch.float32)
         if changed is not None:
             wide = torch.where(changed, wide, from_words(self.codes, self.low, self.numbers[0]))
-            in_codes = largest_of(wide) / self.numbers[0]
-            fits = (in_codes >= SMALLEST_LARGEST) & (in_codes <= LARGEST_CODE)
-            scale = torch.where(fits, self.numbers[0], scale_for(largest_of(wide)))
+        largest = largest_of(wide)
+        scale = scale_for(largest)
+        if changed is not None:
+            in_codes = largest / self.numbers[0]
+            fits = (in_codes >= LEAST_LARGEST_CODE) & (in_codes <= LARGEST_CODE)
+            scale = torch.where(fits, self.numbers[0], scale)
         codes, low = to_words(wide, scale)
         self.codes.copy_(codes)
         self.low.copy_(low)
