@@ -202,7 +202,7 @@ def test_codes_are_those_of_rounded_numbers_where_a_compiler_joins_both(dtype: t
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [256, 2**15], ids=["operations", "kernels"])
-@pytest.mark.parametrize("plan", ["TENSORWISE_FP8", "SWITCHBACK"])
+@pytest.mark.parametrize("plan", ["TENSORWISE_FP8", "SWITCHBACK", "LLM_INT8"])
 def test_a_layer_compiled_with_what_comes_before_it_has_the_bits_of_an_eager_one(plan: str, rows: int) -> None:
     torch.compiler.reset()
     layer = LowPrecisionLinear(1024, 512, plan=PLANS[plan], device="cuda", dtype=torch.bfloat16)
