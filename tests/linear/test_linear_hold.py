@@ -27,7 +27,7 @@ from narrowgauge.linear import (
     quantize,
     swap_linears,
 )
-from narrowgauge.linear._hold import _Held
+from narrowgauge.linear._hold import _Held, _Kept, _kind, _seen
 
 # torch's own, where dynamo traces an autograd function.
 traced = pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be:DeprecationWarning")
@@ -53,6 +53,7 @@ def saved_bytes(output: Tensor, apart: list[Tensor]) -> int:
             raw = getattr(node, name)
             for one in raw if isinstance(raw, list | tuple) else [raw]:
                 held = getattr(one, "data", None) if one is not None else None
+                held = held.x if isinstance(held, _Kept) else held
                 tensors = [held.rows.codes, held.rows.scale] if isinstance(held, _Held) else [held]
                 for x in tensors:
                     if isinstance(x, Tensor) and id(x.untyped_storage()) not in known:
@@ -246,6 +247,77 @@ def test_what_several_save_is_held_once_and_let_go() -> None:
     assert wanted is not None
     assert q.weight.grad is not None
     assert torch.equal(q.weight.grad, 2 * wanted)
+
+
+def test_a_weight_that_changed_since_the_forward_pass_raises_as_in_torch() -> None:
+    """As when a discriminator is stepped between a generator's forward and backward pass."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    hold_activations(model)
+    loss = model(torch.randn(4, 64)).sum()
+    with torch.no_grad():
+        model[2].weight += 1
+    with pytest.raises(
+        RuntimeError, match=r"an inplace operation: .* \(64, 64\) is at version 2; expected version 1"
+    ):
+        loss.backward()
+
+
+def test_a_graph_without_a_backward_pass_is_let_go() -> None:
+    """Softmax saves its own output, here by the hook of the module around."""
+    model, outputs = nn.Sequential(nn.Linear(64, 64), nn.Softmax(-1), nn.Linear(64, 64)), []
+    hold_activations(model)
+    model[1].register_forward_hook(lambda module, given, output: outputs.append(weakref.ref(output)))
+    assert model(torch.randn(4, 64)).requires_grad
+    assert outputs[0]() is None
+
+
+def test_a_buffer_that_is_written_in_every_step_leaves_nothing_behind() -> None:
+    model, buffer = nn.Sequential(nn.Linear(64, 64)), torch.zeros(4, 64)
+    hold_activations(model)
+    for _ in range(3):
+        model(buffer.add_(1)).sum().backward()
+    assert not _seen[buffer.untyped_storage()]
+
+
+@pytest.mark.parametrize("width", [64, 8])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_images_are_held_in_any_order_of_memory(
+    width: int, channels_last: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
+    torch.manual_seed(0)
+    order = torch.channels_last if channels_last else torch.contiguous_format
+    image = torch.randn(2, 64, width, width).contiguous(memory_format=order)
+    layer = nn.SiLU()
+    hold_activations(layer)
+    x = image.clone(memory_format=torch.preserve_format).requires_grad_()
+    (found,) = torch.autograd.grad(layer(x).sum(), x)
+    (wanted,) = torch.autograd.grad(F.silu(x).sum(), x)
+    assert 35 < decibels(wanted, found) < 55
+    if not compiled:
+        output: Any = layer(x)
+        saved = output.grad_fn._raw_saved_self.data
+        assert saved.rows.codes.numel() == x.numel()
+        assert saved.rows.codes.element_size() == 1
+
+
+@pytest.mark.parametrize("form", ["e4m3", "int8"])
+def test_activations_are_held_where_gradients_keep_the_precision_of_codes(form: Any) -> None:
+    torch.manual_seed(0)
+    given, held = 3 * torch.randn(256, 512), set()
+    for name in nn.modules.activation.__all__:
+        layer: nn.Module = getattr(nn, name)(*{"MultiheadAttention": (8, 1), "Threshold": (0.1, 0.0)}.get(name, ()))
+        if _kind(layer) is None:
+            continue
+        x, wanted = given.clone().requires_grad_(), given.clone().requires_grad_()
+        layer(wanted).square().sum().backward()
+        if not hold_activations(nn.ModuleList([layer, nn.LayerNorm(1)]), form).kept:
+            held.add(name)
+            layer(x).square().sum().backward()
+            assert decibels(wanted.grad, x.grad) > 25, name
+    smooth = {"SiLU", "Mish", "ELU", "CELU", "SELU", "GELU", "LogSigmoid", "Softplus", "Softsign", "Tanhshrink"}
+    assert held == smooth | ({"ReLU", "LeakyReLU"} if form == "e4m3" else set())
 
 
 def linear_node(y: Tensor) -> Any:
