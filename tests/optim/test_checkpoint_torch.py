@@ -207,6 +207,27 @@ def test_the_state_of_other_lions_loads() -> None:
     drive(ours, range(1))
 
 
+@pytest.mark.parametrize("count", [300, torch.tensor(300), None])
+def test_a_count_of_steps_may_be_the_groups(count: Any) -> None:
+    """apex and timm keep it there. Without one a rule that corrects its moments by it warns."""
+    theirs = torch.optim.AdamW(parameters(), lr=1e-3)
+    drive(theirs, range(3))
+    saved = theirs.state_dict()
+    for state in saved["state"].values():
+        state.pop("step")
+    if count is not None:
+        saved["param_groups"][0]["step"] = count
+    ours = AdamW(parameters())
+    if count is None:
+        with pytest.warns(
+            UserWarning, match="no count of steps and took 1, which corrects moments as at the start"
+        ):
+            ours.load_state_dict(saved)
+    else:
+        ours.load_state_dict(saved)
+    assert {float(state["step"]) for state in ours.state.values()} == {300.0 if count is not None else 1.0}
+
+
 def test_amsgrad_and_missing_moments_are_refused() -> None:
     amsgrad, adagrad = torch.optim.AdamW(parameters(), amsgrad=True), torch.optim.Adagrad(parameters())
     drive(amsgrad, range(1))

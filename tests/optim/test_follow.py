@@ -14,6 +14,7 @@ from narrowgauge.optim import LAMB, SGD, Adagrad, AdamW, AdamW8bit, Muon, Narrow
 from narrowgauge.storage import mark_states, state_storages
 
 SHAPE = (33, 40)
+COPIES = pytest.param(copy.deepcopy, id="copy"), pytest.param(lambda o: pickle.loads(pickle.dumps(o)), id="pickle")
 
 
 def neighbors(names: tuple[str, ...]) -> list[tuple[str, str]]:
@@ -80,7 +81,7 @@ def test_low_words_become_what_a_checkpoints_would_become(old: str, new: str) ->
     drive(p, optimizer, range(3, 5))
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("copied", COPIES)
 def test_a_change_is_acted_on_before_copying_and_saving(copied) -> None:
     p, optimizer = made(AdamW8bit)
     drive(p, optimizer, range(2))
@@ -92,6 +93,36 @@ def test_a_change_is_acted_on_before_copying_and_saving(copied) -> None:
     drive(p, optimizer, range(2, 4))
     drive(twin.param_groups[0]["params"][0], twin, range(2, 4))
     assert same(words(optimizer), words(twin))
+
+
+def _loaded(optimizer: NarrowOptimizer) -> NarrowOptimizer:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return optimizer
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("again", [_loaded, *COPIES])
+@pytest.mark.parametrize(
+    "change", [{"weights": "expansion"}, {"weights": "plain"}, {"states": "8bit"}, "mark", "half"]
+)
+def test_a_change_right_after_loading_or_copying_converts(again, change) -> None:
+    results = []
+    for came in (lambda optimizer: optimizer, again):
+        p, optimizer = made(weights="auto" if change == "half" else "split")
+        drive(p, optimizer, range(3))
+        optimizer = came(optimizer)
+        (p,) = optimizer.param_groups[0]["params"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is dropped
+            if change == "mark":
+                mark_states(p, "8bit")
+            elif change == "half":
+                p.data = p.data.half()
+            else:
+                optimizer.param_groups[0].update(change)
+            drive(p, optimizer, range(3, 5))
+        results.append(words(optimizer) | {"weight": p.detach()})
+    assert same(*results)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from narrowgauge._module_names import clean_name
 from narrowgauge._text import listed
 from narrowgauge.optim._changes import KEPT, STORAGES
 from narrowgauge.optim._checkpoint_convert import Notes, StateReader
-from narrowgauge.optim._checkpoint_foreign import VERSION_KEY, layout_of
+from narrowgauge.optim._checkpoint_foreign import VERSION_KEY, layout_of, with_count
 from narrowgauge.optim._options import LIMIT, check_limits
 from narrowgauge.optim._plan import REASON, ParamPlan, own_storages, plan_param, slot_storages, unique_names
 from narrowgauge.optim._sharding import local
@@ -174,7 +174,12 @@ def read_checkpoint(
             found, decoded = from_shapes(p, plan, entry, old["block_size"], reader.moments_of)
             if decoded:
                 notes.add("encoded moments anew, whose blocks were those of other shards", plan.name)
-            if found and (ours := to_state(plan, found)):
+            counted, unknown = with_count(rule, group, saved[number], found)
+            if found and (ours := to_state(plan, counted)):
+                if unknown:
+                    notes.add(
+                        "found no count of steps and took 1, which corrects moments as at the start", plan.name
+                    )
                 plan = plan.with_inactive(ours)  # a momentum that is off now may be switched on again
                 reader = replace(reader, plan=plan, entry=ours)
                 checkpoint.states[p] = reader.read(plan.init(local(p), group))

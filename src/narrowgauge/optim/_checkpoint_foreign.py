@@ -6,7 +6,7 @@ under our slots' names. They keep unknown entries; the reader drops them with a 
 **torch.optim** stores each moment as a float tensor under a name of its own (`Slot.torch_key`), in the dtype of the
 parameter; Adafactor stores those of matrices as row means and column means. SGD and Muon count no steps. A buffer
 exists only after a step, so the count becomes 1. The rules ask only whether a step is the first; random bits of
-stochastic rounding start over.
+stochastic rounding start over. Other libraries (apex, timm) have torch's names and count steps in the group.
 
 **The public 8-bit optimizers** (bitsandbytes) store `state1` and `state2`: uint8 codes with a scale for each 256
 elements (`absmax1`) and the map of the codes (`qmap1`), or float32 if the tensor is small. If the map is the signed
@@ -37,7 +37,7 @@ from narrowgauge.optim._checkpoint_convert import Notes, is_lossy
 from narrowgauge.optim._eager import numbers
 from narrowgauge.optim._plan import ParamPlan, SlotPlan
 from narrowgauge.optim._sharding import local
-from narrowgauge.rules import Slot, bare
+from narrowgauge.rules import Rule, Slot, bare
 from narrowgauge.storage import Quantized
 from narrowgauge.storage._factored import LEAST_DIMS, factors
 
@@ -124,7 +124,20 @@ def _torch_state(plan: ParamPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in entry.items()
         if key not in derived
     }
-    return {"step": 1.0, **_our_state(plan, state)}
+    return _our_state(plan, state)
+
+
+def with_count(rule: Rule, group: Group, saved: Group, entry: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Another library's state with a count of steps: its own, its group's, or 1; and whether 1 changes the update."""
+    if VERSION_KEY in saved or "step" in entry:
+        return dict(entry), False
+    known = saved.get("step")
+    if isinstance(known, Tensor):
+        known = known.item()
+    if is_number(known):
+        return {**entry, "step": float(known)}, False
+    early, late = (rule.scalars(numbers(group, _CPU), count) for count in (2.0, 1e6))
+    return {**entry, "step": 1.0}, early != late
 
 
 def _with_factors(slots: Sequence[Slot], entry: Mapping[str, Any]) -> dict[str, Any]:

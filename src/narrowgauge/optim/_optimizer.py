@@ -595,6 +595,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
             for p, mark in zip(group["params"], marks, strict=True):
                 if mark is not None:
                     mark_states(p, mark)
+        self._replan()  # at once: a storage that is asked for later must find what these states are in
 
     def torch_state_dict(self) -> dict[str, Any]:
         """The state as torch's optimizer of the same name would save it: its `load_state_dict` goes on from there.
