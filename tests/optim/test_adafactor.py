@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import Adafactor as TransformersAdafactor
 
 from narrowgauge.gauges._watch._batched_rows import BlockSample
 from narrowgauge.optim import Adafactor, AdamW, NarrowOptimizer
@@ -37,6 +38,18 @@ def drive(optimizer: torch.optim.Optimizer, steps: range, scale: float = 1.0) ->
 def same(one: NarrowOptimizer, two: NarrowOptimizer) -> bool:
     pairs = zip(one.state.values(), two.state.values(), strict=True)
     return all(a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a) for a, b in pairs)
+
+
+def test_transformers_adafactor_without_scaled_steps_is_one_option() -> None:
+    """Of weights whose root mean square is at most 1."""
+
+    def moved(make: Any) -> Tensor:
+        given = [torch.nn.Parameter(p.detach() / 10) for p in parameters()]
+        start = torch.cat([p.detach().flatten() for p in given])
+        return drive(make(given), range(20)) - start
+
+    theirs = moved(lambda p: TransformersAdafactor(p, lr=1e-3, scale_parameter=False, relative_step=False))
+    assert torch.allclose(moved(lambda p: Adafactor(p, lr=1e-3, eps=(None, 1.0))), theirs, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-5])

@@ -1,11 +1,12 @@
 """Bad input: one error that names the argument, what it must be and what it is; and nothing half done."""
 
+import re
 import warnings
 
 import pytest
 import torch
 
-from narrowgauge.optim import AdamW, AdamW8bit
+from narrowgauge.optim import Adafactor, AdamW, AdamW8bit
 
 
 def parameter(dtype: torch.dtype = torch.float32, size: int = 8) -> torch.nn.Parameter:
@@ -226,3 +227,34 @@ def test_a_key_of_a_group_that_is_nearly_an_options_name_is_warned_of() -> None:
             "param_names": ["p"],
         }
         AdamW([{"params": [p], "name": "all", "wd": 0.1, **others}])
+
+
+def test_a_parameter_that_is_given_twice_is_stepped_once() -> None:
+    """As tied weights are by `named_parameters(remove_duplicate=False)`; torch warns."""
+    ends = []
+    for names in (("a",), ("a", "a")):
+        p = torch.nn.Parameter(torch.ones(3))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer = AdamW([(name, p) for name in names], lr=0.1)
+        p.grad = torch.ones(3)
+        optimizer.step()
+        ends.append((p.tolist(), optimizer.param_groups[0]["param_names"], float(optimizer.state[p]["step"])))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (
+            "scale_parameter",
+            "'scale_parameter': eps=(None, 1.0) is scale_parameter=False for weights of a root mean square up to 1",
+        ),
+        ("is_paged", "'is_paged': narrowgauge.distributed.CPUOffload keeps states on the host"),
+        ("set_grad_none", "'set_grad_none'"),
+        ("weight_deacy", "'weight_deacy'; the nearest is 'weight_decay'"),
+    ],
+)
+def test_other_libraries_arguments_have_a_hint(option: str, words: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(words) + "$"):
+        Adafactor([torch.nn.Parameter(torch.ones(3))], **{option: True})

@@ -128,7 +128,7 @@ def _torch_state(plan: ParamPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_count(rule: Rule, group: Group, saved: Group, entry: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Another library's state with a count of steps: its own, its group's, or 1; and whether 1 changes the update."""
+    """Another library's state with a count of steps: its own, its group's, or 1; and whether 1 is a guess."""
     if VERSION_KEY in saved or "step" in entry:
         return dict(entry), False
     known = saved.get("step")

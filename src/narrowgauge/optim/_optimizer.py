@@ -212,6 +212,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         for name in strays:  # torch has filled in this optimizer's own hyperparameters
             del param_group[name]
+        _step_once(self.param_groups[-1])
         try:
             self._checked_rule(self.param_groups[-1])
             check_limits(self.param_groups)
@@ -747,6 +748,15 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 handle.remove()
         if read[0].notes:
             warn(f"state_dict: {read[0].notes}")
+
+
+def _step_once(group: dict[str, Any]) -> None:
+    """Leave a parameter that a group has twice, of which torch warns, at its first place: it has one state."""
+    places = list({id(p): place for place, p in reversed([*enumerate(group["params"])])}.values())
+    if len(places) < len(group["params"]):
+        for key in ("params", "param_names"):
+            if key in group:
+                group[key] = [group[key][place] for place in sorted(places)]
 
 
 @functools.cache

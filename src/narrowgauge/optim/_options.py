@@ -100,15 +100,27 @@ _DEFAULTS: dict[str, Any] = {
     "differentiable": False,
 }
 
-# What bitsandbytes' arguments are called or done by here.
+# What arguments of other libraries are called or done by here.
+_NOT_RELATIVE = "lr is the learning rate, and a scheduler warms it up"
 _INSTEAD = {
+    # bitsandbytes
     "args": "give each option as a keyword",
     "block_wise": "quantized states are always block-wise, with block_size elements a block",
     "is_paged": "narrowgauge.distributed.CPUOffload keeps states on the host",
     "min_8bit_size": "min_quantized_size is its name here",
     "optim_bits": "states='8bit' or states='fp32' says how moments are kept",
     "percentile_clipping": "clip_updates=True limits steps by the second moment, max_grad_norm clips gradients",
+    # torchao, optimi
+    "bf16_stochastic_round": "weights='stochastic' rounds bf16 weights so",
+    "gradient_release": "narrowgauge.optim.step_in_backward steps each parameter as soon as it has its gradient",
+    "kahan_sum": "bf16 weights keep what rounding loses; weights='kahan' does so by Kahan summation",
+    # transformers' Adafactor
+    "clip_threshold": "d is its name here",
+    "relative_step": _NOT_RELATIVE,
+    "scale_parameter": "eps=(None, 1.0) is scale_parameter=False for weights of a root mean square up to 1",
+    "warmup_init": _NOT_RELATIVE,
 }
+_INTERNAL = {"self", "args", "options", "hyperparameters"}
 
 # The option that is one number for all groups.
 LIMIT = "max_grad_norm"
@@ -135,13 +147,13 @@ _REFUSALS = {
 def with_defaults(of: type, options: Mapping[str, Any]) -> dict[str, Any]:
     """All options of an optimizer, those not given at their defaults; a TypeError for an unknown one.
 
-    Of an argument of bitsandbytes it says what to use instead, else the nearest argument of the optimizer.
+    Of an argument of another library it says what to use instead, else the nearest argument of the optimizer.
     """
     for option in options:
         if option not in _DEFAULTS:
             inits = [vars(base)["__init__"] for base in of.__mro__ if "__init__" in vars(base)]
             known = {name for init in inits for name in inspect.signature(init).parameters}
-            near = difflib.get_close_matches(option, known - {"self", "args", "options"}, 1)
+            near = difflib.get_close_matches(option, known - _INTERNAL, 1, 0.75)
             hint = f"; the nearest is {near[0]!r}" if near else ""
             if option in _INSTEAD:
                 hint = f": {_INSTEAD[option]}"
