@@ -108,9 +108,9 @@ def test_summary_with_one_seed_claims_no_spread(write: Any) -> None:
 def test_summary_with_seeds_tells_what_is_within_the_spread(write: Any) -> None:
     page, _ = write(make(spread=0.01, seeds=3))
     assert "Against it, A ended higher by 0.15000 ± 0.01000." in page.text
-    assert "Within the spread over the seeds: fp32 and C." in page.text
+    assert "By the spread over the seeds these may differ by chance: fp32 and C." in page.text
     assert "no spread is known" not in page.text
-    assert page.row("C")[4] == "+0.00090 ± 0.01000within the spread"
+    assert page.row("C")[4] == "+0.00090 ± 0.01000may be chance"
 
 
 @pytest.mark.usefixtures("undrawn")

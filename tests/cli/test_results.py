@@ -4,6 +4,7 @@ import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +13,7 @@ from narrowgauge._files import set_aside
 from narrowgauge.cli._results import REPORT, RESULTS, write_results
 from narrowgauge.optim import UpdateStats
 from narrowgauge.trainers import Run, Settings
-from narrowgauge.trainers._compare_results import assemble, notes
+from narrowgauge.trainers._compare_results import assemble, by_chance, notes
 from narrowgauge.trainers._compare_run import Timing
 from narrowgauge.trainers._compare_table import legend, tables
 
@@ -41,20 +42,28 @@ def run(seed: int, loss: float | None, steps: int = 3) -> Run:
 def test_differences_are_paired_by_seed() -> None:
     runs = {
         "D": [run(0, 3.0), run(1, 4.0), run(2, 5.0)],
-        "A": [run(0, 3.1), run(1, 4.2), run(2, 5.3)],
+        "A": [run(0, 3.19), run(1, 4.2), run(2, 5.21)],
         "C": [run(0, 3.01), run(1, 3.99), run(2, 5.0)],
     }
     rows = results(runs)["recipes"]
     assert rows["D"]["difference"] is None
     assert rows["A"]["difference"]["mean"] == pytest.approx(0.2)
-    assert rows["A"]["difference"]["spread"] == pytest.approx(0.1)
+    assert rows["A"]["difference"]["spread"] == pytest.approx(0.01)
     assert rows["A"]["difference"]["within_spread"] is False
     assert rows["C"]["difference"]["within_spread"] is True
-    # Beyond its own spread, and yet less than what another seed makes of D.
+    # Beyond chance, and yet less than what another seed makes of D.
     assert rows["A"]["difference"]["within_reference_spread"] is True
     assert rows["D"]["validation_loss"] == pytest.approx(4.0)
     assert rows["D"]["validation_loss_spread"] == pytest.approx(1.0)
     assert rows["D"]["perplexity"] == pytest.approx(math.exp(4.0))
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5, 12, 30])
+def test_recipes_that_are_equal_are_apart_in_one_comparison_of_twenty(seeds: int) -> None:
+    differences = np.random.default_rng(0).standard_normal((100_000, seeds))
+    means, spreads = differences.mean(1), differences.std(1, ddof=1)
+    apart = np.mean([abs(m) > by_chance(s, seeds) for m, s in zip(means, spreads, strict=True)])
+    assert abs(apart - 0.05) < 0.003
 
 
 def test_one_seed_claims_no_spread_and_unfinished_seeds_are_not_paired() -> None:

@@ -194,6 +194,7 @@ COUNT = iter(range(100))
         ({"recipes": [3]}, "recipes must be a Recipe such as .*, got 3"),
         ({"steps": 0}, "steps must be an integer of at least 1, got 0"),
         ({"seeds": []}, "seeds must be one or more, got none"),
+        ({"seeds": [5, 5]}, r"seeds must be each once, got \[5, 5\]"),
         ({"lr": -1.0}, "Invalid learning rate: -1.0"),
         ({"wieght_decay": 0.1}, "wieght_decay must be an argument of compare or of AdamW, and is of none"),
         ({"weights": "split"}, "weights must be an argument of compare or of AdamW"),

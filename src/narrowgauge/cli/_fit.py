@@ -29,6 +29,7 @@ from narrowgauge.recipes import FittedRecipe
 from narrowgauge.recipes._choices import TOLERANCE
 from narrowgauge.trainers import DEFAULT_VOCABULARY, Comparison, presets
 from narrowgauge.trainers._build import plain_model
+from narrowgauge.trainers._compare_results import by_chance
 from narrowgauge.trainers._data import Opened, open_task
 from narrowgauge.trainers._image_models import ClipSizes
 from narrowgauge.trainers._models import preset
@@ -234,10 +235,10 @@ def difference(results: dict[str, Any], steps: int, recipe: FittedRecipe) -> str
     apart = abs(between["mean"]) - estimated
     # A shorter run shows an estimate to be too low, and not to be too high; a longer one the other way round.
     shows = steps <= planned if apart > 0 else steps >= planned
-    if shows and abs(apart) > max(between["spread"], most):
+    if shows and abs(apart) > max(by_chance(between["spread"], between["pairs"]), most):
         text += (
-            f" The estimate is too {'low' if apart > 0 else 'high'} here: they are apart by more than the spread "
-            f"and the tolerance of {most:g}."
+            f" The estimate is too {'low' if apart > 0 else 'high'} here: they are apart by more than chance "
+            f"(95 %) and the tolerance of {most:g}."
         )
     return text
 

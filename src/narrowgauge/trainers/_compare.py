@@ -175,6 +175,8 @@ def compare(
         seeds = range(check("seeds", seeds, Size))
     if not seeds:
         raise ValueError("seeds must be one or more, got none")
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"seeds must be each once, got {list(seeds)}")
     work = _Work(chosen, make_model, loss, batches, settings, list(seeds))
     work.facts = {
         "command": None,

@@ -1,9 +1,10 @@
 """The content of results.json: everything a comparison found, with every setting it was made under.
 
 Differences are paired: recipe minus reference for each seed, then mean and spread (the sample standard
-deviation) over seeds. One seed has no spread, and none is claimed. Pairing cancels what seeds have in common, so
-a difference may exceed its own spread and still be far below what another seed would have changed: whether it
-lies within the spread of the reference's own loss is stated as well.
+deviation) over seeds. A mean whose 95 % interval contains 0 may be chance: the key that says so, `within_spread`,
+is older than the interval. One seed has no spread, and none is claimed. Pairing cancels what seeds have in common,
+so a difference may exceed chance and still be far below what another seed would have changed: whether it lies
+within the spread of the reference's own loss is stated as well.
 
 Losses that are compared are those of validation; without validation, the mean training losses of the last tenth of
 the steps. Times are medians with quartiles. Two recipes whose quartiles overlap are not told apart by them.
@@ -25,6 +26,9 @@ from narrowgauge.recipes import Recipe
 from narrowgauge.trainers._compare_run import Run, Settings, Timing
 
 Json = dict[str, Any]
+
+# The 97.5 % quantile of Student's t, by degrees of freedom from 1 on.
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 def assemble(
@@ -177,10 +181,18 @@ def _difference(runs: list[Run], reference: list[Run], measure: str) -> Json | N
     return {
         "mean": mean,
         "spread": spread,
-        "within_spread": None if spread is None else abs(mean) <= spread,
+        "within_spread": None if spread is None else abs(mean) <= by_chance(spread, len(pairs)),
         "within_reference_spread": None if own is None else abs(mean) <= own,
         "pairs": len(pairs),
     }
+
+
+def by_chance(spread: float, pairs: int) -> float:
+    """Half of the 95 % interval of the mean of two or more differences, from their spread (Student's t)."""
+    free, z = pairs - 1, 1.959964
+    # From ten degrees of freedom on the series of Cornish and Fisher is right to 0.01.
+    series = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
+    return (_STUDENT[free - 1] if free <= len(_STUDENT) else series) * spread / math.sqrt(pairs)
 
 
 def _quartiles(seconds: Sequence[float]) -> list[float] | None:

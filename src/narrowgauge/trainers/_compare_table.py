@@ -29,7 +29,7 @@ def tables(results: Json, width: int | None = None) -> str:
         f"{measure.removesuffix('_loss')}\nloss": lambda row: _loss(row, measure),
         "perplex-\nity": lambda row: _number(row["perplexity"], 2),
         f"minus {reference}" if reference else "difference": lambda row: (
-            "(reference)" if reference and row is rows[reference] else _difference(row["difference"])
+            "(reference)" if reference and row is rows[reference] else _difference(row)
         ),
         "EDQ\n%": lambda row: _number(row["edq"], 1, 100),
         "lost\n%": lambda row: _number(row["lost_updates"], 1, 100),
@@ -60,8 +60,8 @@ def legend(results: Json, width: int | None = None) -> str:
         lines.append("Training loss: mean over the last tenth of the steps; there were no validation batches.")
     if max(len(row["seeds"]) for row in rows) > 1:
         lines.append(
-            "±: standard deviation over seeds, of the loss and of the paired difference. ~ marks one within "
-            f"its own spread, ≈ one within the spread of {reference}'s loss."
+            "±: standard deviation over seeds, of the loss and of the paired difference. ~ marks a difference that "
+            f"may be chance (its 95 % interval contains 0), ≈ another one within the spread of {reference}'s loss."
         )
     else:
         lines.append("One seed: differences have no spread to be compared with (three seeds give one).")
@@ -99,8 +99,9 @@ def _loss(row: Json, measure: str) -> str:
     return _number(row[measure], 4) + ("" if spread is None else f" ± {spread:.4f}")
 
 
-def _difference(difference: Json | None) -> str:
-    if difference is None:
+def _difference(row: Json) -> str:
+    difference = row["difference"]
+    if difference is None or row["diverged"]:
         return MISSING
     text = f"{difference['mean']:+.5f}"
     if difference["spread"] is None:

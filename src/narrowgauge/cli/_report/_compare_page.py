@@ -1,9 +1,9 @@
 """report.html: a comparison as one page that needs nothing but itself.
 
 The page opens with what was found, in words computed from the numbers. Those words claim no more than the numbers
-carry: a difference between recipes is stated with its spread over the seeds, one smaller than its spread is called
-"within the spread", and where there is one seed the page says that no spread is known. A recipe that diverged
-anywhere has no validation loss and takes no part in the comparison of losses.
+carry: a difference between recipes is stated with its spread over the seeds, one whose 95 % interval contains 0
+"may be chance", and where there is one seed the page says that no spread is known. A recipe that diverged anywhere
+has no validation loss and takes no part in the comparison of losses.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _difference(recipe: Json) -> tuple[str, str]:
         return MISSING, ""
     spread = "?" if difference["spread"] is None else f"{difference['spread']:.5f}"
     note = "within the reference’s spread" if difference.get("within_reference_spread") else ""
-    return f"{_signed(difference['mean'])} ± {spread}", "within the spread" if difference["within_spread"] else note
+    return f"{_signed(difference['mean'])} ± {spread}", "may be chance" if difference["within_spread"] else note
 
 
 def _summary(results: Json) -> Iterable[str]:
@@ -158,7 +158,7 @@ def _summary_of_losses(results: Json) -> Iterable[str]:
     if clauses:
         yield f"Against it, {'; '.join(clauses)}."
     if within:
-        yield f"Within the spread over the seeds: {_all(within)}."
+        yield f"By the spread over the seeds these may differ by chance: {_all(within)}."
     close = [name for name in beyond if found[name].get("within_reference_spread")]
     if close:
         yield f"Apart by less than two seeds of {reference} are: {_all(close)}."
