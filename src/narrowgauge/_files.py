@@ -17,6 +17,10 @@ def write_whole(path: Path, content: str | bytes) -> None:
     try:
         aside.write_bytes(data)
         aside.replace(path)
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a full disk names no file
     finally:
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)

@@ -147,6 +147,56 @@ def test_a_recipe_that_diverges_is_reported_and_the_others_go_on(
 
 
 @pytest.mark.usefixtures("unread_page")
+def test_the_text_is_read_as_train_reads_it_and_what_is_left_out_is_said(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "one.txt").write_bytes(text.read_bytes() + b"caf\xe9\n")
+    (data / "other.bin").write_bytes(bytes(9))
+    few = (*SMALL, "--validation-windows", "1000", "--steps", "2")
+    assert compare("--out", tmp_path, "--data", data, "--recipes", "D", *few) == 0
+    said = capsys.readouterr().out
+    assert "skipped lines that are not UTF-8: 1 (one.txt:401)" in said
+    assert "skipped files: 1 binary" in said
+    assert "windows; --validation-windows is 1000" in said
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["data"]["bytes"] == len(text.read_bytes())
+    assert len(results["data"]["notes"]) == 3
+
+
+@pytest.mark.parametrize("full", ["write_results", "write_report"])
+def test_the_table_is_shown_where_the_disk_is_full(
+    full: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(*arguments: object) -> None:
+        raise OSError(28, "No space left on device", "file")
+
+    monkeypatch.setattr(f"narrowgauge.cli._compare.{full}", write)
+    assert compare("--out", tmp_path, "--data", text, "--recipes", "A,D", *SMALL, "--steps", 2) == 2
+    printed = capsys.readouterr()
+    assert "(reference)" in printed.out
+    ends = {
+        "write_results": "only the table above is left",
+        "write_report": f"narrowgauge report {tmp_path} makes it",
+    }
+    assert printed.err.startswith("narrowgauge: [Errno 28] No space left on device: 'file'; ")
+    assert printed.err.strip().endswith(ends[full])
+
+
+def test_a_recipe_that_was_fitted_to_another_model_is_refused_before_any_training(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = replace(GPT, layers=(), choices=GPT.choices[:2]).save(tmp_path / "recipe.toml")
+    options = ("--data", text, "--recipes", f"D,{path}", "--model", "llama-micro", *SMALL)
+    assert compare("--out", tmp_path, *options) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("narrowgauge: choices must name parameters of the model")
+    assert printed.err.count("\n") == 1
+    assert "seed 0" not in printed.out
+
+
+@pytest.mark.usefixtures("unread_page")
 def test_threads_are_those_asked_for_and_given_back(text: Path, tmp_path: Path) -> None:
     # One step: two threads beside those of other tests wait for one another.
     arguments = ("--recipes", "A", "--threads", 2, "--steps", 1)

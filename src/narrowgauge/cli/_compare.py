@@ -22,10 +22,12 @@ from narrowgauge.cli._files import UsageError, folder_to_write, user_input
 from narrowgauge.cli._options import CompareOptions
 from narrowgauge.cli._report._compare_page import write_report
 from narrowgauge.cli._results import REPORT, RESULTS, write_results
-from narrowgauge.recipes import Recipe
+from narrowgauge.recipes import FittedRecipe, Recipe
 from narrowgauge.trainers import CompareProgress, Comparison, Run, TokenizedCorpus
 from narrowgauge.trainers._compare import check_settings, named_recipes, outcome
+from narrowgauge.trainers._compare_run import make_optimizer
 from narrowgauge.trainers._compare_table import legend, tables
+from narrowgauge.trainers._language import few_windows
 from narrowgauge.trainers._parallel import ALONE
 from narrowgauge.trainers._run_folder import locked
 from narrowgauge.trainers._tokens import is_prepared
@@ -111,7 +113,10 @@ class Record(CompareProgress):
         self.found = so_far
         self.display.finish(f"{name}, seed {run.seed}: {outcome(run)}")
         # Until the last run is in, the file says that it is not complete: a kill leaves it as it stands.
-        write_results(so_far.results, self._out)
+        try:
+            write_results(so_far.results, self._out)
+        except OSError as error:
+            self.display.say(f"{error}; training goes on, and the table comes at the end")
         self._stop_if_asked()
 
     def timed(self, done: int, total: int) -> None:
@@ -129,10 +134,16 @@ class Record(CompareProgress):
             return status
         if self.found.results["interrupted"]:
             self.found.results["stopped"] = True  # for `watch`: no more runs come
-        write_results(self.found.results, self._out)
-        write_report(self.found.results, self._out / REPORT)
         self.display.show(self.found.results)
-        self.display.say(f"{self._out / RESULTS}\n{self._out / REPORT}")
+        missing = "only the table above is left"
+        try:
+            self.display.say(str(write_results(self.found.results, self._out)))
+            missing = f"once there is space, narrowgauge report {self._out} makes it"
+            write_report(self.found.results, self._out / REPORT)
+        except OSError as error:
+            complain(f"{error}; {missing}")
+            return status or 2
+        self.display.say(str(self._out / REPORT))
         return status
 
 
@@ -165,13 +176,17 @@ def _prepare(options: CompareOptions, display: CompareDisplay) -> tuple[Tokenize
     if options.data is not None and is_prepared(options.data):
         raise UsageError(f"--data must be the text itself for compare, got prepared tokens: {options.data}")
     with user_input():
-        corpus = trainers.load_corpus(options.data)
+        corpus = trainers.load_corpus(options.data, without="lines")  # as `train` reads it
     tokens = trainers.tokenize(corpus, options.vocabulary, on_progress=display.stage)
     with user_input():
         # Made here, before any training, so that text too short for the sizes asked for is refused at once.
         trainers.Batches(tokens.train, options.batch, options.sequence, options.seed)
         windows = trainers.validation_windows(tokens.validation, options.sequence, options.validation_windows)
+    notes = (*corpus.notes, *few_windows(len(windows), options.validation_windows))
+    for note in notes:
+        display.say(note)
     return tokens, {
+        "notes": list(notes),
         "source": corpus.source,
         "bytes": corpus.total_bytes,
         "documents": len(corpus.train) + len(corpus.validation),
@@ -200,8 +215,12 @@ def _train_all(
         )
         return model.to(device)
 
-    record.display.plan()
     settings = options.settings()
+    fitted = [recipe for recipe in _named(options).values() if isinstance(recipe, FittedRecipe)]
+    with user_input():  # one that was fitted to another model is refused before any training
+        for recipe in fitted:
+            make_optimizer(recipe, make_model().to("meta"), settings, 0)
+    record.display.plan()
     facts = {"command": command, "settings": options.as_json(), "data": data, "model": {"preset": options.model}}
     return trainers.compare(
         options.names,

@@ -67,13 +67,13 @@ def fit(options: FitOptions, words: Sequence[str]) -> int:
             with asked_to_stop(display.say, "stopping after this step, with nothing written") as asked:
                 recipe = _chosen(work, display, asked)
             display.hide_stages()
-        set_aside(options.out, (RECIPE, BILL))
-        recipe.save(path)
-        write_bill(recipe, options.out / BILL, commands=commands)
         bill = recipe.bill()
         print(bill.text(display.console.width))
         if bill.over:
             complain(bill.over)
+        set_aside(options.out, (RECIPE, BILL))
+        recipe.save(path)
+        write_bill(recipe, options.out / BILL, commands=commands)
         if options.verify:
             print(
                 f"--verify: {2 * options.verify_seeds} trainings, of {MIXED} and of the choice "

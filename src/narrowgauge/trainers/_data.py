@@ -16,10 +16,10 @@ from narrowgauge.trainers._image_loader import ImageLoader
 from narrowgauge.trainers._image_models import ClipSizes, VitSizes
 from narrowgauge.trainers._image_text import ImageClassTask, ImageTextTask
 from narrowgauge.trainers._images import ImageSet, open_images
-from narrowgauge.trainers._language import LanguageTask
+from narrowgauge.trainers._language import LanguageTask, few_windows
 from narrowgauge.trainers._models import preset
 from narrowgauge.trainers._settings import TrainSettings
-from narrowgauge.trainers._task import Task
+from narrowgauge.trainers._task import Task, count
 from narrowgauge.trainers._text import DataError
 from narrowgauge.trainers._tokens import END_OF_TEXT, OnProgress, open_tokens
 
@@ -72,7 +72,8 @@ def _text(settings: TrainSettings, on_progress: OnProgress) -> Opened:
     def export(model: Any, folder: Path) -> None:
         export_tokenizer(source.tokenizer, folder, objective=objective, sequence=settings.sequence)
 
-    return Opened(task, source.vocabulary, END_OF_TEXT, source.fingerprint, source.notes, export)
+    notes = (*source.notes, *few_windows(count(task.validation()), settings.validation_windows))
+    return Opened(task, source.vocabulary, END_OF_TEXT, source.fingerprint, notes, export)
 
 
 def _pairs(

@@ -77,6 +77,11 @@ def validation_windows(tokens: Tensor, sequence: int, count: int) -> Tensor:
     return tokens.unfold(0, sequence + 1, 1)[starts].long()
 
 
+def few_windows(found: int, asked: int) -> tuple[str, ...]:
+    """A line for a text that has fewer windows to validate on than were asked for; none otherwise."""
+    return (f"the validation text has {found} windows; --validation-windows is {asked}",) if found < asked else ()
+
+
 def _enough(tokens: Tensor, needed: int, use: str) -> None:
     if len(tokens) < needed:
         raise DataError(f"--data must have at least {needed} tokens for {use}, got {len(tokens)}")
