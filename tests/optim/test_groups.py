@@ -1,5 +1,8 @@
 """Splitting a model into groups: each parameter in one, by what it is."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +10,7 @@ from torch import nn
 from libraries import library
 from narrowgauge import recipes
 from narrowgauge.nn import StableEmbedding
-from narrowgauge.optim import AdamW8bit, split_decay
+from narrowgauge.optim import AdamW, AdamW8bit, split_decay
 
 
 class Block(nn.Module):
@@ -130,3 +133,21 @@ def test_a_table_of_biases_does_not_decay() -> None:
     decayed, bare = split_decay(model, 0.1)
     assert [name for name, _ in decayed["params"]] == ["unbiased.weight"]
     assert [name for name, _ in bare["params"]] == ["relative_attention_bias.weight"]
+
+
+def test_frozen_integers_are_left_alone_as_in_torch() -> None:
+    """Codes of a quantized layer, beside which an adapter trains."""
+    codes = torch.nn.Parameter(torch.ones(6, dtype=torch.int8), requires_grad=False)
+    adapter = torch.nn.Parameter(torch.ones(6))
+    theirs, ours = torch.optim.AdamW([codes, adapter], lr=0.1), AdamW([codes, adapter], lr=0.1)
+    adapter.grad = torch.ones(6)
+    theirs.step()
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    ours.step()
+    assert ours.state.keys() == {adapter}
+    assert ours.state_dict()["state"].keys() == ours.torch_state_dict()["state"].keys() == {1}
+    assert len(ours.describe().rows) == 1
+    assert pickle.loads(pickle.dumps(ours)).state_bytes() == ours.state_bytes()
+    wide = torch.nn.Parameter(torch.ones(6, dtype=torch.float64), requires_grad=False)  # might train later
+    with pytest.raises(ValueError, match=r"params must be float32, bfloat16 or float16, got torch.float64 \(0.0\)"):
+        AdamW([wide])

@@ -164,3 +164,14 @@ def test_what_would_not_run_is_refused_before_the_model_is_cast(keep: Any, messa
 def test_parameters_in_place_of_a_model_are_refused() -> None:
     with pytest.raises(TypeError, match=r"model must be .*Module, got generator"):
         recipes.get("adamw8bit-split8").apply(nn.Linear(2, 2).parameters())  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm])
+def test_spectral_norms_take_the_dtype_of_their_weight(norm: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(norm(nn.Linear(16, 8)), nn.BatchNorm1d(8))
+    plain = copy.deepcopy(model[0]).bfloat16()
+    recipes.get("adamw8bit-split8").apply(model, lr=1e-3)
+    x = torch.randn(4, 16).bfloat16()
+    assert torch.equal(model[0](x), plain(x))
+    assert model[1].running_var.dtype == torch.float32

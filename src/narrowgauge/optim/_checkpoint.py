@@ -38,7 +38,15 @@ from narrowgauge.optim._changes import KEPT, STORAGES
 from narrowgauge.optim._checkpoint_convert import Notes, StateReader
 from narrowgauge.optim._checkpoint_foreign import VERSION_KEY, layout_of, with_count
 from narrowgauge.optim._options import LIMIT, check_limits
-from narrowgauge.optim._plan import REASON, ParamPlan, own_storages, plan_param, slot_storages, unique_names
+from narrowgauge.optim._plan import (
+    REASON,
+    ParamPlan,
+    never_trains,
+    own_storages,
+    plan_param,
+    slot_storages,
+    unique_names,
+)
 from narrowgauge.optim._sharding import local
 from narrowgauge.optim._state_shapes import from_shapes
 from narrowgauge.rules import Rule
@@ -152,6 +160,8 @@ def read_checkpoint(
                 what = f"took {option}={group[option]!r} from the checkpoint, for {live[number][option]!r}"
                 notes.add(what, f"group {number}")
         for p, identity, name in zip(members, group["params"], names[number], strict=True):
+            if never_trains(p):
+                continue
             try:
                 plan = plan_param(rule, group, p, name, 0)
                 likely = [declared]

@@ -270,7 +270,7 @@ def export_to_torch(
     namesake = namesake_of(kind)
     taken = inspect.signature(namesake).parameters
     notes = Notes()
-    identities = {p: number for number, (p, _) in enumerate(plans)}
+    identities = {p: number for number, p in enumerate(p for group in groups for p in group["params"])}
     exported = []
     for number, group in enumerate(groups):
         known = {k: v for k, v in group.items() if k in taken or not (k in options or k in (KEPT, STORAGES))}

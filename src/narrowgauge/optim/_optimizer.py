@@ -41,7 +41,7 @@ from narrowgauge.optim._options import (
     what_plain_loses,
     with_defaults,
 )
-from narrowgauge.optim._plan import ParamPlan, check_own_storages, kind_of, plan_param, unique_names
+from narrowgauge.optim._plan import ParamPlan, check_own_storages, kind_of, never_trains, plan_param, unique_names
 from narrowgauge.optim._preview import ParameterView, QuantizedMoment, moment_quality, preview
 from narrowgauge.optim._rule_check import check_rule
 from narrowgauge.optim._sharded_state import to_pieces
@@ -233,8 +233,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
         *before, names = unique_names(self.param_groups[: number + 1])
         check_own_storages(group, number, names)
         for index, (name, p) in enumerate(zip(names, group["params"], strict=True), start=sum(map(len, before))):
-            if is_lazy(p):
-                continue  # planned once a first pass has given it a shape
+            if is_lazy(p) or never_trains(p):
+                continue  # a lazy one is planned once a first pass has given it a shape
             plan = plans[p] = plan_param(self.rule_for(group), group, p, name, index)
             if plan.shard is not None:
                 check_terms(plan.rule, group, p.dim())
@@ -312,7 +312,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         they raise RuntimeError.
         """
         self._replan()
-        ps = [p for group in self.param_groups for p in group["params"]]
+        ps = [p for group in self.param_groups for p in group["params"] if not never_trains(p)]
         known = [p for p in ps if not is_lazy(p)]
         if len(known) < len(ps) and not lazy:
             raise RuntimeError(
@@ -482,7 +482,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         """What gauges may read of one parameter, before a step and after it; None for a parameter of no group."""
         self._replan()
         group = next((group for group in self.param_groups if any(p is one for one in group["params"])), None)
-        if group is None:
+        if group is None or never_trains(p):
             return None
         limit, norm = group[LIMIT], self._grad_norm
         factor = clipping(limit, norm) if limit is not None and norm is not None else None

@@ -247,6 +247,11 @@ def kind_of(p: Tensor) -> Kind:
     return p.dtype, marked_states(p), isinstance(p, Float8Weight)
 
 
+def never_trains(p: Tensor) -> bool:
+    """Whether a parameter holds integers, as the codes of a quantized layer do: it is left alone, as torch does."""
+    return not p.dtype.is_floating_point and not p.dtype.is_complex and not p.requires_grad
+
+
 def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index: int) -> ParamPlan:
     """Decide one parameter's storages; a ValueError for a dtype or a combination that is not supported."""
     dtype, mark, is_float8 = kind = kind_of(p)

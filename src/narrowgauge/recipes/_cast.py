@@ -3,7 +3,8 @@
 Parameters take the recipe's dtype. Buffers are not rounded. A running variance in bf16 stands still once its
 increments, a tenth of the difference, are below half a unit in the last place. A rotary embedding's frequencies in
 bf16 are wrong by a tenth of a radian a hundred positions on. A norm with running statistics keeps its parameters in
-their dtype too, because torch wants both in one.
+their dtype too, because torch wants both in one. The vectors of torch's spectral norms are multiplied with the
+weight, and take its dtype.
 
 A layer that is kept in fp32 computes in fp32. Its arguments are widened, and its result has the dtype of its first
 float argument. Two hooks do that, so it holds for torch's norms on every device and for norms of other libraries.
@@ -39,8 +40,9 @@ def cast(model: nn.Module, dtype: torch.dtype, keep: Iterable[int] = ()) -> None
             p.data = p.data.to(wanted)
             p.grad = None if grad is None else grad.to(wanted)
         for module in model.modules():
+            every = _is_spectral(module)
             for name, buffer in module.named_buffers(recurse=False):
-                no_wider = buffer.is_floating_point() and buffer.dtype.itemsize <= dtype.itemsize
+                no_wider = buffer.is_floating_point() and (every or buffer.dtype.itemsize <= dtype.itemsize)
                 if no_wider and buffer.dtype != dtype and name not in module._non_persistent_buffers_set:
                     setattr(module, name, buffer.to(dtype))
 
@@ -92,6 +94,12 @@ def warn_of_statistics(model: nn.Module) -> None:
             f"model: the running statistics of {name!r}{more} are in {dtype}, which loses small changes to them; "
             "make the model in float32 and let apply cast it"
         )
+
+
+def _is_spectral(module: nn.Module) -> bool:
+    """Whether a module has the vectors of a spectral norm: as a parametrization, or by the older hook."""
+    hooks = module._forward_pre_hooks.values()
+    return type(module).__name__ == "_SpectralNorm" or any(type(hook).__name__ == "SpectralNorm" for hook in hooks)
 
 
 def _of_statistics(module: nn.Module, dtype: torch.dtype) -> torch.dtype:
