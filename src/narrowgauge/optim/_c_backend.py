@@ -28,7 +28,7 @@ from narrowgauge.kernels._c_library import Unavailable, load, threads_for
 from narrowgauge.kernels._c_source import COLUMNS, StepSpec, blocks_of_chunk, step_source
 from narrowgauge.kernels._graph import evaluator, uniforms
 from narrowgauge.optim._changes import OfGroup, TensorSnapshot
-from narrowgauge.optim._eager import next_number, noise_of, numbers, squared_ratios, update, with_gradient
+from narrowgauge.optim._eager import intended, next_number, noise_of, numbers, with_gradient
 from narrowgauge.optim._plan import PLAIN, ParamPlan, ParamStep, SlotPlan, State, moments_of
 from narrowgauge.optim._sharding import TERMS, Rows, origin_of, whole_of
 from narrowgauge.optim._stats import UpdateStats
@@ -306,8 +306,8 @@ class _Table:
         sums = None
         if summed and self._sums is not None:
             sums = dict(zip(self.kernel.step.equation.terms, self._sums[number].unbind(), strict=True))
-        before, ratio = step.plan.exact(step.param, step.state), squared_ratios(taken, count)
-        _, _, delta = update(taken, count, noise_of(step, count), sums)
+        before = step.plan.exact(step.param, step.state)
+        delta, ratio = intended(taken, count, noise_of(step, count), sums)
         self.run(verdict, flags if flags is not None else {}, summed, number, number + 1)
         return UpdateStats.measure(delta, before, step.plan.exact(step.param, step.state), ratio)
 

@@ -239,6 +239,20 @@ def update(
     return new_p, new_state, delta
 
 
+def intended(
+    step: ParamStep, number: Scalar, noise: Noise, summed: Mapping[str, Scalar] | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The update of `update`, and `squared_ratios`; without encoding moments, which takes longer than both."""
+    plan = step.plan
+    if plan.strict or any(slot.storage.error_feedback for slot in plan.slots):
+        return update(step, number, noise, summed)[2], squared_ratios(step, number)
+    read = operands(step, number)
+    ratio = squared_ratio(plan.rule, read.arithmetic, read.weight, read.grad, read.moments, read.scalars)
+    scalars = with_sums(plan, read, summed)
+    delta, _ = plan.rule.update(read.arithmetic, read.weight, read.grad, read.moments, scalars)
+    return delta.to(torch.float32), ratio
+
+
 class _Asked(Exception):
     """Ends an update at its call of `of_whole`, with the arguments."""
 
