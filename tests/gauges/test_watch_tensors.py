@@ -145,9 +145,9 @@ def test_checkpointed_features_are_counted_once(reentrant: bool) -> None:
         optimizer = torch.optim.SGD(each.parameters(), 0.1)
         with gauges.watch(each, optimizer, every=1, activations=["blocks.0", "blocks.0.0"]) as watch:
             losses = train(each, optimizer, 2)
-        found.append((losses, of_kind(watch.rows(), "activation")))
+        found.append((losses, *(of_kind(watch.rows(), kind) for kind in ("activation", "activation_gradient"))))
     assert found[0] == found[1]
-    assert len(found[0][1]) == 4
+    assert [*map(len, found[0])] == [2, 4, 4]
 
 
 def test_the_default_modules() -> None:

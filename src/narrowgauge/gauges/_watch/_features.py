@@ -129,15 +129,19 @@ class Features:
 
     def _forget(self) -> None:
         self._seen = {kind: {name: [] for name in self.modules} for kind in _KINDS}
+        self._without_gradient = dict.fromkeys(self.modules, 0)  # calls
         self._kept = dict.fromkeys(((kind, name) for kind in _KINDS for name in self.modules), 0)
 
     def _forward(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or not (self._due and module.training) or _in_backward():
+        if torch.compiler.is_compiling() or not (self._due and module.training):
             return
-        x = tensor_in(output)
-        if x is None:
+        x, again = tensor_in(output), _in_backward()
+        # A reentrant checkpoint calls a module without gradients first, and again in the backward pass with them.
+        if x is None or (again and not (x.requires_grad and self._without_gradient[name])):
             return
-        self._add("activation", name, x)
+        if not again:
+            self._add("activation", name, x)
+        self._without_gradient[name] += -1 if again else not x.requires_grad
         if x.requires_grad:
             # On the tensor, not on the module: backward hooks of modules wrap inputs and outputs.
             x.register_hook(partial(self._backward, name))  # type: ignore[no-untyped-call]
