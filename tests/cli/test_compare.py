@@ -361,7 +361,7 @@ def test_a_terminal_that_takes_nothing_or_only_ascii_costs_no_result(
 def test_help_and_version_answer(capsys: pytest.CaptureFixture[str]) -> None:
     for words, status, says in (
         (["--version"], 0, __version__),
-        (["compare", "--help"], 0, "adamw8bit-split8"),
+        (["compare", "--help"], 0, "adamw8bit-dynamic-split8"),  # no name is cut off
         ([], 0, "compare"),
         (["conquer"], 2, "conquer"),
     ):

@@ -22,10 +22,16 @@ from narrowgauge.trainers import TrainSettings
 
 app = typer.Typer(
     add_completion=False,
+    rich_markup_mode=None,  # tables of help cut long names off
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Train on narrow numbers, and gauge what they cost you.",
 )
-_bench = typer.Typer(add_completion=False, help="Measure what things cost on this machine.", no_args_is_help=True)
+_bench = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    help="Measure what things cost on this machine.",
+    no_args_is_help=True,
+)
 
 # The base of typer's own complaints; it is click's or a copy of it inside typer, by version.
 _TyperError = cast(

@@ -188,15 +188,12 @@ class Measured:
         for number, (one, choice) in enumerate(zip(self.groups, made.choices, strict=True)):
             progress("timing steps", number / len(self.groups))
             now = replace(choice.chosen, noise=together[one.name].noise, loss=together[one.name].loss)
-            # The choice was played with all others, a wider way alone: its loss may then be no lower.
-            wider = choice.wider if choice.wider and choice.wider.loss < now.loss else None
-            ways = {"chosen": now, "narrower": choice.narrower, "wider": wider}
-            timed: dict[str, Any] = self._timed(
-                one, {name: kept for name, kept in ways.items() if kept is not None}, device
-            )
-            choices.append(
-                replace(choice, **{"wider": None, **timed}, reason=self._reason(one, now, choice.narrower))
-            )
+            # The choice was played with all others, its neighbors alone: what the others add is added to theirs.
+            added = now.loss - choice.chosen.loss
+            beside = {"narrower": choice.narrower, "wider": choice.wider}
+            ways = {n: replace(k, loss=max(0.0, k.loss + added)) for n, k in beside.items() if k is not None}
+            timed: dict[str, Any] = self._timed(one, {"chosen": now, **ways}, device)
+            choices.append(replace(choice, **timed, reason=self._reason(one, now, ways.get("narrower"))))
         noise = total_noise([(choice.elements, choice.chosen.noise) for choice in choices])
         loss = sum(choice.chosen.loss for choice in choices)
         if (most := facts.get("tolerance")) is not None:
