@@ -362,7 +362,9 @@ def narrow_scalars(
     to the format of the moment, as one number or, for an expansion, as two.
     """
     return {
-        name: value if name in averaging else torch.tensor(float(value), dtype=torch.float64).to(dtype).to(device)
+        name: value
+        if name in averaging
+        else torch.tensor(float(value), dtype=torch.float64, device="cpu").to(dtype).to(device)
         for name, value in scalars.items()
     }
 

@@ -76,7 +76,8 @@ class AdafactorRule(Rule):
     def update(self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, moments: Moments, s: Scalars) -> Update:
         u, moments = self.direction(arithmetic, weight, grad, moments, s)
         weight_rms, update_rms = (
-            (torch.as_tensor(s[name]) / s["elements"]).sqrt() for name in ("weight_squares", "update_squares")
+            (torch.as_tensor(s[name], device=weight.device) / s["elements"]).sqrt()
+            for name in ("weight_squares", "update_squares")
         )
         step = weight_rms.clamp_min(s["eps2"]) * s["rho"] / (update_rms / s["d"]).clamp_min(1.0)
         return -(s["lr"] * s["weight_decay"]) * weight - step * u, moments

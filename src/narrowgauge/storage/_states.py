@@ -174,7 +174,7 @@ class StateStorage:
 
 def _constant(value: float, like: Tensor) -> Tensor:
     """A constant of the equation as a number of the tensor's format."""
-    return torch.tensor(value, dtype=torch.float64).to(like.dtype).to(like.device)
+    return torch.tensor(value, dtype=torch.float64, device="cpu").to(like.dtype).to(like.device)
 
 
 @dataclass(frozen=True)
