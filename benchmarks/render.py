@@ -23,6 +23,7 @@ import _steps
 from _pages import ROOT, Results, replaced, table
 
 from narrowgauge.cli._report._compare_charts import save_picture
+from narrowgauge.trainers._compare_results import by_chance
 
 DOCS, FOLDER = ROOT / "docs", ROOT / "benchmarks" / "results"
 COMPARISONS = re.compile(r"<!-- (table: (\S+)) -->\n")
@@ -56,8 +57,11 @@ def difference(row: Results) -> str:
     found = row["difference"]
     if found is None:
         return "–"
-    spread = "" if found["spread"] is None else f" ± {found['spread']:.4f}"
-    return f"{found['mean']:+.4f}{spread}"
+    if found["spread"] is None:
+        return f"{found['mean']:+.4f}"
+    chance = abs(found["mean"]) <= by_chance(found["spread"], found["pairs"])
+    mark = " ~" if chance else " ≈" if found["within_reference_spread"] else ""
+    return f"{found['mean']:+.4f} ± {found['spread']:.4f}{mark}"
 
 
 def main() -> int:
