@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fitted_recipes import GPT
+from fitted_recipes import GPT, choice, fitted
 from forked import Command
 from narrowgauge import __version__
 from narrowgauge.cli import main
-from narrowgauge.trainers import _compare, prepare_tokens
+from narrowgauge.trainers import _compare, build_model, prepare_tokens
 from narrowgauge.trainers._parallel import ALONE
 from narrowgauge.trainers._run_folder import locked
 
@@ -187,13 +187,15 @@ def test_the_table_is_shown_where_the_disk_is_full(
 def test_a_recipe_that_was_fitted_to_another_model_is_refused_before_any_training(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = replace(GPT, layers=(), choices=GPT.choices[:2]).save(tmp_path / "recipe.toml")
-    options = ("--data", text, "--recipes", f"D,{path}", "--model", "llama-micro", *SMALL)
-    assert compare("--out", tmp_path, *options) == 2
+    names = [name for name, _ in build_model("micro", vocabulary=256, sequence=16, seed=0).named_parameters()]
+    path = fitted(choice(*names, elements=9_000, chosen=GPT.choices[0].chosen)).save(tmp_path / "recipe.toml")
+    options = ("--out", tmp_path, "--data", text, "--recipes", f"D,{path}", *SMALL, "--steps", 2)
+    assert compare(*options, "--model", "llama-micro") == 2
     printed = capsys.readouterr()
     assert printed.err.startswith("narrowgauge: choices must name parameters of the model")
     assert printed.err.count("\n") == 1
     assert "seed 0" not in printed.out
+    assert compare(*options) == 0
 
 
 @pytest.mark.usefixtures("unread_page")

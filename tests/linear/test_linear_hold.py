@@ -364,6 +364,49 @@ def test_weights_are_never_codes_under_autocast_either(kind: str) -> None:
     assert 28 < decibels(weight, layer.weight.grad) < 40
 
 
+@pytest.mark.parametrize("kind", ["linear", "conv1d"])
+def test_weights_that_a_call_brings_are_never_codes(kind: str) -> None:
+    torch.manual_seed(0)
+    layer = {"linear": nn.Linear(64, 96), "conv1d": Conv1D(96, 64)}[kind]
+    weight, x = torch.randn_like(layer.weight), torch.randn(8, 64, requires_grad=True)
+
+    def grad() -> Tensor:
+        y = torch.func.functional_call(layer, {"weight": weight.clone().requires_grad_()}, (x,))
+        return torch.autograd.grad(y.square().sum(), x)[0]
+
+    as_saved = grad()
+    hold_activations(layer)
+    assert torch.equal(grad(), as_saved)
+
+
+@pytest.mark.parametrize("tokens", [63, 64, 256])  # as many as a weight has rows or columns
+def test_what_is_held_does_not_depend_on_the_number_of_tokens(tokens: int) -> None:
+    model = nn.ModuleDict({"norm": nn.LayerNorm(WIDTH), "q": nn.Linear(WIDTH, WIDTH), "k": nn.Linear(WIDTH, 64)})
+    model = model.bfloat16()
+    hold_activations(model)
+    h = model["norm"](torch.randn(tokens, WIDTH, dtype=torch.bfloat16) * 1)
+    counted = saved_bytes(model["q"](h).sum() + model["k"](h).sum(), [*model.parameters()])
+    assert 0 <= counted / tokens - (2 * WIDTH + 4 + code(WIDTH)) < 1
+
+
+@pytest.mark.parametrize(("act", "form"), [("tanh", "e4m3"), ("relu", "int8")])
+def test_a_gated_product_holds_no_activation_that_is_left_alone(act: str, form: Any) -> None:
+    torch.manual_seed(0)
+    mlp = nn.ModuleDict({"mlp": LlamaMLP(LlamaConfig(hidden_size=WIDTH, intermediate_size=HIDDEN, hidden_act=act))})
+    with torch.no_grad():
+        mlp["mlp"].gate_proj.weight *= 20
+    x, grads = torch.randn(TOKENS, WIDTH), []
+    for hold in (False, True):
+        if hold:
+            held = hold_activations(mlp, form)
+            assert [*held.kept] == ["mlp.act_fn"]
+            assert "mlp" not in held.held
+        mlp["mlp"](x).square().sum().backward()
+        grads.append(mlp["mlp"].gate_proj.weight.grad)
+        mlp.zero_grad()
+    assert decibels(*grads) > 30
+
+
 def test_hooks_around_decide() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU())

@@ -241,6 +241,12 @@ def test_a_parameter_that_is_given_twice_is_stepped_once() -> None:
         optimizer.step()
         ends.append((p.tolist(), optimizer.param_groups[0]["param_names"], float(optimizer.state[p]["step"])))
     assert ends[0] == ends[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs, ours = torch.optim.AdamW([p, p]), AdamW([p, p])
+    theirs.step()
+    ours.load_state_dict(theirs.state_dict())
+    assert float(ours.state[p]["step"]) == 2
 
 
 @pytest.mark.parametrize(

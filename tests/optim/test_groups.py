@@ -9,8 +9,9 @@ from torch import nn
 
 from libraries import library
 from narrowgauge import recipes
+from narrowgauge.distributed import CPUOffload
 from narrowgauge.nn import StableEmbedding
-from narrowgauge.optim import AdamW, AdamW8bit, split_decay
+from narrowgauge.optim import AdamW, AdamW8bit, split_decay, step_in_backward
 
 
 class Block(nn.Module):
@@ -135,6 +136,12 @@ def test_a_table_of_biases_does_not_decay() -> None:
     assert [name for name, _ in bare["params"]] == ["relative_attention_bias.weight"]
 
 
+class _Quantized(nn.Module):
+    def __init__(self, codes: nn.Parameter, adapter: nn.Parameter) -> None:
+        super().__init__()
+        self.codes, self.adapter = codes, adapter
+
+
 def test_frozen_integers_are_left_alone_as_in_torch() -> None:
     """Codes of a quantized layer, beside which an adapter trains."""
     codes = torch.nn.Parameter(torch.ones(6, dtype=torch.int8), requires_grad=False)
@@ -148,6 +155,19 @@ def test_frozen_integers_are_left_alone_as_in_torch() -> None:
     assert ours.state_dict()["state"].keys() == ours.torch_state_dict()["state"].keys() == {1}
     assert len(ours.describe().rows) == 1
     assert pickle.loads(pickle.dumps(ours)).state_bytes() == ours.state_bytes()
+    with pytest.raises(ValueError, match=r"p must be a parameter that can train, got a frozen one of torch\.int8"):
+        ours.convert(codes, weights="plain")
+    for make in (
+        lambda: CPUOffload(AdamW, [codes, adapter]),
+        lambda: step_in_backward(_Quantized(codes, adapter), AdamW),
+    ):
+        before = adapter.detach().clone()
+        optimizer = make()
+        (adapter**2).sum().backward()
+        optimizer.step()
+        assert not torch.equal(adapter, before)
+        assert codes.sum() == 6
+        adapter.grad = None
     wide = torch.nn.Parameter(torch.ones(6, dtype=torch.float64), requires_grad=False)  # might train later
     with pytest.raises(ValueError, match=r"params must be float32, bfloat16 or float16, got torch.float64 \(0.0\)"):
         AdamW([wide])

@@ -175,3 +175,6 @@ def test_spectral_norms_take_the_dtype_of_their_weight(norm: Any) -> None:
     x = torch.randn(4, 16).bfloat16()
     assert torch.equal(model[0](x), plain(x))
     assert model[1].running_var.dtype == torch.float32
+    mixed = nn.Sequential(norm(nn.Linear(16, 8)), norm(nn.Linear(8, 8)))
+    recipes.get("adamw8bit-split8").apply(mixed, lr=1e-3, keep_fp32="0.*")
+    assert mixed(x).dtype == torch.bfloat16

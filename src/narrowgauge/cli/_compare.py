@@ -219,7 +219,7 @@ def _train_all(
     fitted = [recipe for recipe in _named(options).values() if isinstance(recipe, FittedRecipe)]
     with user_input():  # one that was fitted to another model is refused before any training
         for recipe in fitted:
-            make_optimizer(recipe, make_model().to("meta"), settings, 0)
+            make_optimizer(recipe, make_model(), settings, 0)
     record.display.plan()
     facts = {"command": command, "settings": options.as_json(), "data": data, "model": {"preset": options.model}}
     return trainers.compare(

@@ -38,6 +38,7 @@ from typing import Any, ClassVar, Literal, SupportsIndex, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.parametrize import is_parametrized
 
 from narrowgauge._arguments import check_choice
 from narrowgauge._torch_private import packs
@@ -58,7 +59,9 @@ _TURNS = (
     nn.Tanh, nn.Sigmoid, nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish, nn.Hardshrink, nn.Softshrink, nn.Threshold,
     nn.RReLU,
 )  # fmt: skip
-_SIGNED = (nn.ReLU, nn.LeakyReLU)
+# Small numbers decide these gradients, by their sign or as a divisor.
+_OF_SMALL = ("ReLU", "LeakyReLU", "SqrtSoftplusActivation", "LaplaceActivation")
+_CODES = "its plan saves codes"
 # down(act(gate(x)) * up(x)), as a forward pass of transformers, torchtitan or LLaMA's own code says it.
 _GATED = re.compile(
     r"def forward\(self, (?P<x>\w+)[^)]*\)[^:]*:\s*(?:\w+ = )?(?:return )?self\.(?P<down>\w+)\(\s*"
@@ -144,20 +147,12 @@ def hold_activations(model: nn.Module, format: Format = "e4m3", *, keep: Iterabl
     patterns, modules = tuple(keep), dict(model.named_modules())
     for name, module in modules.items():
         role, gated = _kind(module), _gated(module)
+        inside = [(f"{name}.{part}".lstrip("."), getattr(module, part, None)) for part in gated or ()]
+        if any(_why_not(at, part, format, patterns) not in (None, _CODES) for at, part in inside if part):
+            gated = None  # it would hold a part that is left alone
         if role is None and gated is None:
             continue
-        why = next((f"fits {pattern!r} of keep" for pattern in patterns if matches(name, pattern)), None)
-        if isinstance(module, _Holding):
-            why = why or "is held already"
-        if "forward" in vars(module):
-            why = why or "has a forward pass of its own, not of its class"
-        if why is None and isinstance(module, PlannedModule) and _saves_codes(module):
-            why = "its plan saves codes"
-        if why is None and isinstance(module, _TURNS):
-            why = "its gradient jumps or vanishes at a limit: rounding would move numbers across it"
-        if why is None and isinstance(module, _SIGNED) and format == "int8":
-            why = "its gradient follows the sign, and int8 rounds small numbers to 0: take e4m3"
-        if why is not None:
+        if why := _why_not(name, module, format, patterns):
             report.kept[name] = why
             continue
         if gated is not None:
@@ -209,6 +204,23 @@ def _kind(module: nn.Module) -> str | None:
     if kind.__module__ in _ACTIVATIONS and not isinstance(module, _NOT_ELEMENTWISE):
         plain = not any(True for _ in module.parameters()) and not getattr(module, "inplace", False)
         return "activation" if plain else None
+    return None
+
+
+def _why_not(name: str, module: nn.Module, format: Format, keep: Sequence[str]) -> str | None:
+    """Why a module is left alone; None if it is not."""
+    if found := next((pattern for pattern in keep if matches(name, pattern)), None):
+        return f"fits {found!r} of keep"
+    if "forward" in vars(module):
+        return "has a forward pass of its own, not of its class"
+    if isinstance(module, _Holding):
+        return "is held already"
+    if isinstance(module, PlannedModule) and _saves_codes(module):
+        return _CODES
+    if isinstance(module, _TURNS):
+        return "its gradient jumps or vanishes at a limit: rounding would move numbers across it"
+    if type(module).__name__ in _OF_SMALL and format == "int8":
+        return "its gradient needs small numbers, which int8 rounds to 0: take e4m3"
     return None
 
 
@@ -265,7 +277,7 @@ class _Holding:
         hook: _Watch = _Watch()
         if how != "watched":
             normed = args[0] if how == "norm" and args and type(args[0]) is Tensor else None
-            hook = _Pack(self._format, list(self.parameters()), normed)
+            hook = _Pack(self._format, self, normed)
         with saved_tensors_hooks(hook, _unpack):
             return run(*args, **kwargs)
 
@@ -349,27 +361,32 @@ class _Pack(_Watch):
 
     Args:
         format: of the codes.
-        parameters: of the module; neither they nor copies of them in another dtype are activations.
+        module: neither its parameters nor copies of them in another dtype are activations.
         normed: the input of a norm, which is kept in 16 bits, and so is what it saves in float32.
     """
 
-    def __init__(self, format: Format, parameters: Sequence[nn.Parameter], normed: Tensor | None = None) -> None:
-        self.format, self.parameters = format, parameters
+    def __init__(self, format: Format, module: nn.Module, normed: Tensor | None = None) -> None:
+        self.format, parameters = format, list(module.parameters())
+        # One of another class than torch's keeps its numbers elsewhere. `functional_call` brings plain tensors.
+        self.parameters = [p for p in parameters if type(p) in (nn.Parameter, Tensor)]
+        # Then a parameter that is saved in its own dtype is itself, and not made from another.
+        self.plain = len(self.parameters) == len(parameters) and not any(map(is_parametrized, module.modules()))
         # Not the input itself, which would live as long as the graph does.
         self.normed = None if normed is None else weakref.ref(normed.untyped_storage())
         self.halves = normed.dtype if normed is not None and normed.element_size() == 2 else torch.bfloat16
 
     def __call__(self, x: Tensor) -> _Kept | _Held:
-        if not self._is_activation(x):
+        if type(x) is not Tensor or x.dtype not in _WIDE or x.dim() < 2:
             return _kept(x)
         storage, form = x.untyped_storage(), self._form(x)
-        known = _seen.setdefault(storage, weakref.WeakValueDictionary())
-        if known is None:
+        if any(storage is p.untyped_storage() for p in self.parameters):
             return _kept(x)
+        known = _seen.setdefault(storage, weakref.WeakValueDictionary())
         order = _by_memory(x)
         dense = x.detach().permute(order)
         trailing = _trailing(dense.shape)
-        if form is None or not trailing or dense.stride(-1) != 1:
+        expanded = storage.nbytes() < x.numel() * x.element_size()
+        if known is None or form is None or not trailing or dense.stride(-1) != 1 or expanded or self._is_copy(x):
             return super().__call__(x)
         width = math.prod(dense.shape[-trailing:])
         layout = None if dense.is_contiguous() else (x.shape, x.stride())
@@ -387,16 +404,9 @@ class _Pack(_Watch):
             return self.halves
         return None if x.untyped_storage() is self.normed() else self.format
 
-    def _is_activation(self, x: Tensor) -> bool:
-        if type(x) is not Tensor or x.dtype not in _WIDE or x.dim() < 2:
-            return False
-        storage = x.untyped_storage()
-        if storage.nbytes() < x.numel() * x.element_size():  # expanded
-            return False
-        # A parameter of another class than torch's keeps its numbers elsewhere.
-        plain = [p for p in self.parameters if type(p) is nn.Parameter]
-        sizes = sorted(x.shape)  # a copy may be transposed
-        return not any(sizes == sorted(p.shape) or storage is p.untyped_storage() for p in plain)
+    def _is_copy(self, x: Tensor) -> bool:
+        """Whether a tensor may be a parameter in another form: by its shape, where nothing else can tell."""
+        return any(x.shape == p.shape and not (self.plain and x.dtype == p.dtype) for p in self.parameters)
 
 
 def _kept(x: Tensor) -> _Kept:
@@ -405,15 +415,19 @@ def _kept(x: Tensor) -> _Kept:
 
 
 def _by_memory(x: Tensor) -> list[int]:
-    """The dimensions from the widest stride to the narrowest, if memory has no gaps between them."""
+    """The dimensions from the widest stride to the narrowest, if memory has no gaps between them.
+
+    Those of a matrix stay in their order: a transposed one is a weight.
+    """
     order = sorted(range(x.dim()), key=x.stride, reverse=True)
-    return order if not x.is_contiguous() and x.permute(order).is_contiguous() else [*range(x.dim())]
+    turned = x.dim() > 2 and not x.is_contiguous() and x.permute(order).is_contiguous()
+    return order if turned else [*range(x.dim())]
 
 
 def _trailing(shape: Sequence[int]) -> int:
     """How many dimensions at the end make a row; 0 if too few elements belong together, as one for each token."""
     width = 1
-    for count, size in enumerate(reversed(shape[1:]) if shape[-1] >= _TOGETHER else (), 1):
+    for count, size in enumerate(reversed(shape[1:]) if len(shape) > 1 and shape[-1] >= _TOGETHER else (), 1):
         width *= size
         if width >= _LEAST:
             return count

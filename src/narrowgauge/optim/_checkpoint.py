@@ -41,6 +41,7 @@ from narrowgauge.optim._options import LIMIT, check_limits
 from narrowgauge.optim._plan import (
     REASON,
     ParamPlan,
+    each_once,
     never_trains,
     own_storages,
     plan_param,
@@ -110,7 +111,7 @@ def read_checkpoint(
         ValueError: for a state_dict that is damaged, or that does not fit.
     """
     check_form(given)
-    saved = given["param_groups"]
+    saved = [each_once(group) for group in given["param_groups"]]
     wanted, got = ([str(len(group["params"])) for group in groups] for groups in (live, saved))
     if wanted != got:
         one = "; recipe.apply(..., decay_all=True) makes one group" if len(got) == 1 < len(wanted) else ""

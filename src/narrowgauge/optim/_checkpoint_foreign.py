@@ -132,7 +132,7 @@ def with_count(rule: Rule, group: Group, saved: Group, entry: Mapping[str, Any])
     if VERSION_KEY in saved or "step" in entry:
         return dict(entry), False
     known = saved.get("step")
-    if isinstance(known, Tensor):
+    if isinstance(known, Tensor) and known.numel() == 1:
         known = known.item()
     if is_number(known):
         return {**entry, "step": float(known)}, False

@@ -41,7 +41,15 @@ from narrowgauge.optim._options import (
     what_plain_loses,
     with_defaults,
 )
-from narrowgauge.optim._plan import ParamPlan, check_own_storages, kind_of, never_trains, plan_param, unique_names
+from narrowgauge.optim._plan import (
+    ParamPlan,
+    check_own_storages,
+    each_once,
+    kind_of,
+    never_trains,
+    plan_param,
+    unique_names,
+)
 from narrowgauge.optim._preview import ParameterView, QuantizedMoment, moment_quality, preview
 from narrowgauge.optim._rule_check import check_rule
 from narrowgauge.optim._sharded_state import to_pieces
@@ -212,7 +220,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         for name in strays:  # torch has filled in this optimizer's own hyperparameters
             del param_group[name]
-        _step_once(self.param_groups[-1])
+        self.param_groups[-1].update(each_once(self.param_groups[-1]))
         try:
             self._checked_rule(self.param_groups[-1])
             check_limits(self.param_groups)
@@ -254,6 +262,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     def plan_of(self, p: Tensor) -> ParamPlan:
         """What is done with a parameter."""
+        if never_trains(p):
+            raise ValueError(f"p must be a parameter that can train, got a frozen one of {p.dtype}")
         plan = self._engine.plans.get(p)
         if plan is None or plan.kind != kind_of(p):
             self._planned_for = None
@@ -748,15 +758,6 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 handle.remove()
         if read[0].notes:
             warn(f"state_dict: {read[0].notes}")
-
-
-def _step_once(group: dict[str, Any]) -> None:
-    """Leave a parameter that a group has twice, of which torch warns, at its first place: it has one state."""
-    places = list({id(p): place for place, p in reversed([*enumerate(group["params"])])}.values())
-    if len(places) < len(group["params"]):
-        for key in ("params", "param_names"):
-            if key in group:
-                group[key] = [group[key][place] for place in sorted(places)]
 
 
 @functools.cache

@@ -110,6 +110,10 @@ _INSTEAD = {
     "min_8bit_size": "min_quantized_size is its name here",
     "optim_bits": "states='8bit' or states='fp32' says how moments are kept",
     "percentile_clipping": "clip_updates=True limits steps by the second moment, max_grad_norm clips gradients",
+    # other frameworks
+    "epsilon": "eps is its name here",
+    "learning_rate": "lr is its name here",
+    "wd": "weight_decay is its name here",
     # torchao, optimi
     "bf16_stochastic_round": "weights='stochastic' rounds bf16 weights so",
     "gradient_release": "narrowgauge.optim.step_in_backward steps each parameter as soon as it has its gradient",

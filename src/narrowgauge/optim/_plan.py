@@ -247,6 +247,16 @@ def kind_of(p: Tensor) -> Kind:
     return p.dtype, marked_states(p), isinstance(p, Float8Weight)
 
 
+def each_once(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group with each of its parameters at its first place only: torch warns of others, and it has one state."""
+    keys = [id(p) if isinstance(p, Tensor) else repr(p) for p in group["params"]]  # a checkpoint has numbers
+    places = sorted({key: place for place, key in reversed([*enumerate(keys)])}.values())
+    if len(places) == len(keys):
+        return dict(group)
+    lists = [key for key in ("params", "param_names") if isinstance(group.get(key), list)]
+    return {**group, **{key: [group[key][place] for place in places if place < len(group[key])] for key in lists}}
+
+
 def never_trains(p: Tensor) -> bool:
     """Whether a parameter holds integers, as the codes of a quantized layer do: it is left alone, as torch does."""
     return not p.dtype.is_floating_point and not p.dtype.is_complex and not p.requires_grad

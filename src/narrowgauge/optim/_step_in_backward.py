@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from narrowgauge._text import listed
 from narrowgauge._torch_private import accumulate_hooks
 from narrowgauge.optim._optimizer import NarrowOptimizer
 from narrowgauge.optim._options import LIMIT
+from narrowgauge.optim._plan import never_trains
 from narrowgauge.optim._sharding import local_gradient, shard_of
 from narrowgauge.rules import Rule, has_terms
 
@@ -106,6 +108,8 @@ class GradientHook:
 
 def on_gradient(p: Tensor, method: Callable[[Tensor], None]) -> RemovableHandle:
     """Have a method called whenever autograd has finished a parameter's gradient, a frozen one's too."""
+    if never_trains(p):
+        return RemovableHandle(OrderedDict())
     trained = p.requires_grad
     # torch takes no hook for a frozen parameter, but keeps one, so that it may be thawed later.
     hooked: Any = p.requires_grad_(True)

@@ -12,12 +12,13 @@ float argument. Two hooks do that, so it holds for torch's norms on every device
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrize import ParametrizationList
 
 from narrowgauge._text import warn
 from narrowgauge.optim._groups import is_norm, named
@@ -40,11 +41,12 @@ def cast(model: nn.Module, dtype: torch.dtype, keep: Iterable[int] = ()) -> None
             p.data = p.data.to(wanted)
             p.grad = None if grad is None else grad.to(wanted)
         for module in model.modules():
-            every = _is_spectral(module)
             for name, buffer in module.named_buffers(recurse=False):
-                no_wider = buffer.is_floating_point() and (every or buffer.dtype.itemsize <= dtype.itemsize)
+                no_wider = buffer.is_floating_point() and buffer.dtype.itemsize <= dtype.itemsize
                 if no_wider and buffer.dtype != dtype and name not in module._non_persistent_buffers_set:
                     setattr(module, name, buffer.to(dtype))
+            for owner, name, of in _spectral_vectors(module):
+                setattr(owner, name, getattr(owner, name).to(of.dtype))
 
 
 def _other_dtypes(
@@ -96,10 +98,16 @@ def warn_of_statistics(model: nn.Module) -> None:
         )
 
 
-def _is_spectral(module: nn.Module) -> bool:
-    """Whether a module has the vectors of a spectral norm: as a parametrization, or by the older hook."""
-    hooks = module._forward_pre_hooks.values()
-    return type(module).__name__ == "_SpectralNorm" or any(type(hook).__name__ == "SpectralNorm" for hook in hooks)
+def _spectral_vectors(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """The buffers of torch's spectral norms: their module, name and weight, of the parametrization and the hook."""
+    if isinstance(module, ParametrizationList):
+        for one in module:
+            if type(one).__name__ == "_SpectralNorm":
+                yield from ((one, name, module.original) for name, _ in one.named_buffers())
+    for hook in module._forward_pre_hooks.values():
+        if type(hook).__name__ == "SpectralNorm":
+            weight = getattr(module, f"{hook.name}_orig")  # type: ignore[attr-defined]
+            yield from ((module, f"{hook.name}_{end}", weight) for end in "uv")  # type: ignore[attr-defined]
 
 
 def _of_statistics(module: nn.Module, dtype: torch.dtype) -> torch.dtype:

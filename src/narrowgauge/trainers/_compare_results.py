@@ -190,9 +190,11 @@ def _difference(runs: list[Run], reference: list[Run], measure: str) -> Json | N
 def by_chance(spread: float, pairs: int) -> float:
     """Half of the 95 % interval of the mean of two or more differences, from their spread (Student's t)."""
     free, z = pairs - 1, 1.959964
-    # From ten degrees of freedom on the series of Cornish and Fisher is right to 0.01.
-    series = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
-    return (_STUDENT[free - 1] if free <= len(_STUDENT) else series) * spread / math.sqrt(pairs)
+    if free <= len(_STUDENT):
+        quantile = _STUDENT[free - 1]
+    else:  # the series of Cornish and Fisher, right to 0.01 from there on
+        quantile = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
+    return quantile * spread / math.sqrt(pairs)
 
 
 def _quartiles(seconds: Sequence[float]) -> list[float] | None:
