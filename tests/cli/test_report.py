@@ -42,7 +42,6 @@ def recipe(
     states = {"A": 4.0, "C": 8.0}.get(name, 12.0)
     planned = {"weights": 2.0, "gradients": 2.0, "states": states, "total": 4.0 + states}
     mean = None if name == "D" or loss is None or reference is None else loss - reference
-    within = None if spread is None or mean is None else abs(mean) <= spread
     run = {"validation_loss": loss, "diverged": loss is None, "completed_steps": 200}
     history = {
         "step": [1, 2, 3],
@@ -53,7 +52,7 @@ def recipe(
     return {
         "recipe": "bf16" if name == "A" else name, "title": f"what {name} is",
         "validation_loss": loss, "perplexity": loss and math.exp(loss), "diverged": loss is None,
-        "difference": None if mean is None else {"mean": mean, "spread": spread, "within_spread": within},
+        "difference": None if mean is None else {"mean": mean, "spread": spread, "pairs": seeds},
         "bytes_per_parameter": planned["total"],
         "bytes": {"planned": planned, "measured": planned | {"total": 16.25}},
         "peak_memory_bytes": 123456789, "optimizer_ms": 4.25, "step_ms": 80.5, "tokens_per_second": 2e4,

@@ -13,7 +13,7 @@ from narrowgauge._files import set_aside
 from narrowgauge.cli._results import REPORT, RESULTS, write_results
 from narrowgauge.optim import UpdateStats
 from narrowgauge.trainers import Run, Settings
-from narrowgauge.trainers._compare_results import assemble, by_chance, notes
+from narrowgauge.trainers._compare_results import assemble, by_chance, may_be_chance, notes
 from narrowgauge.trainers._compare_run import Timing
 from narrowgauge.trainers._compare_table import legend, tables
 
@@ -49,8 +49,8 @@ def test_differences_are_paired_by_seed() -> None:
     assert rows["D"]["difference"] is None
     assert rows["A"]["difference"]["mean"] == pytest.approx(0.2)
     assert rows["A"]["difference"]["spread"] == pytest.approx(0.01)
-    assert rows["A"]["difference"]["within_spread"] is False
-    assert rows["C"]["difference"]["within_spread"] is True
+    assert not may_be_chance(rows["A"]["difference"])
+    assert may_be_chance(rows["C"]["difference"])
     # Beyond chance, and yet less than what another seed makes of D.
     assert rows["A"]["difference"]["within_reference_spread"] is True
     assert rows["D"]["validation_loss"] == pytest.approx(4.0)
@@ -71,7 +71,6 @@ def test_one_seed_claims_no_spread_and_unfinished_seeds_are_not_paired() -> None
     assert rows["A"]["difference"] == {
         "mean": pytest.approx(0.1),
         "spread": None,
-        "within_spread": None,
         "within_reference_spread": None,
         "pairs": 1,
     }

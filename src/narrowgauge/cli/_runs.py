@@ -37,7 +37,7 @@ def others(run: Path) -> str:
 _NUMBER: tuple[type, ...] = (int, float)
 _MAYBE: tuple[type, ...] = (int, float, NoneType)
 _BYTES = dict.fromkeys(("weights", "gradients", "states", "total"), _NUMBER)
-_DIFFERENCE = {"mean": _NUMBER, "spread": _MAYBE, "within_spread": (bool, NoneType)}
+_DIFFERENCE = {"mean": _NUMBER, "spread": _MAYBE, "pairs": (int,)}
 _HISTORY = {"step": [(int,)], "loss": [_MAYBE], "edq": [_MAYBE], "lost_updates": [_MAYBE]}
 _RECIPE: dict[str, Any] = {
     **dict.fromkeys(("validation_loss", "perplexity", "peak_memory_bytes", "optimizer_ms", "step_ms"), _MAYBE),

@@ -1,10 +1,9 @@
 """The content of results.json: everything a comparison found, with every setting it was made under.
 
 Differences are paired: recipe minus reference for each seed, then mean and spread (the sample standard
-deviation) over seeds. A mean whose 95 % interval contains 0 may be chance: the key that says so, `within_spread`,
-is older than the interval. One seed has no spread, and none is claimed. Pairing cancels what seeds have in common,
-so a difference may exceed chance and still be far below what another seed would have changed: whether it lies
-within the spread of the reference's own loss is stated as well.
+deviation) over seeds. A mean whose 95 % interval contains 0 may be chance. One seed has no spread, and none is
+claimed. Pairing cancels what seeds have in common, so a difference may exceed chance and still be far below what
+another seed would have changed: whether it lies within the spread of the reference's own loss is stated as well.
 
 Losses that are compared are those of validation; without validation, the mean training losses of the last tenth of
 the steps. Times are medians with quartiles. Two recipes whose quartiles overlap are not told apart by them.
@@ -181,7 +180,6 @@ def _difference(runs: list[Run], reference: list[Run], measure: str) -> Json | N
     return {
         "mean": mean,
         "spread": spread,
-        "within_spread": None if spread is None else abs(mean) <= by_chance(spread, len(pairs)),
         "within_reference_spread": None if own is None else abs(mean) <= own,
         "pairs": len(pairs),
     }
@@ -195,6 +193,12 @@ def by_chance(spread: float, pairs: int) -> float:
     else:  # the series of Cornish and Fisher, right to 0.01 from there on
         quantile = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
     return quantile * spread / math.sqrt(pairs)
+
+
+def may_be_chance(difference: Json) -> bool:
+    """Whether the 95 % interval of a difference contains 0; False for one seed, of which nothing is known."""
+    spread, pairs = difference["spread"], difference["pairs"]
+    return spread is not None and abs(difference["mean"]) <= by_chance(spread, pairs)
 
 
 def _quartiles(seconds: Sequence[float]) -> list[float] | None:

@@ -16,6 +16,7 @@ from typing import Any
 from narrowgauge._text import listed
 from narrowgauge.cli._report import _compare_charts as charts
 from narrowgauge.cli._report._page import MISSING, definitions, fact, write_page
+from narrowgauge.trainers._compare_results import may_be_chance
 
 Json = dict[str, Any]
 # A sentence names this many recipes; it sums up the others.
@@ -106,7 +107,7 @@ def _difference(recipe: Json) -> tuple[str, str]:
         return MISSING, ""
     spread = "?" if difference["spread"] is None else f"{difference['spread']:.5f}"
     note = "within the reference’s spread" if difference.get("within_reference_spread") else ""
-    return f"{_signed(difference['mean'])} ± {spread}", "may be chance" if difference["within_spread"] else note
+    return f"{_signed(difference['mean'])} ± {spread}", "may be chance" if may_be_chance(difference) else note
 
 
 def _summary(results: Json) -> Iterable[str]:
@@ -141,7 +142,7 @@ def _summary_of_losses(results: Json) -> Iterable[str]:
     found = {n: r["difference"] for n, r in recipes.items() if r["difference"] is not None and not r["diverged"]}
     if not found:
         return
-    within = [name for name, difference in found.items() if difference["within_spread"]]
+    within = [name for name, difference in found.items() if may_be_chance(difference)]
     beyond = sorted(set(found) - set(within), key=lambda name: (-abs(found[name]["mean"]), name))
     named, clauses = _first(beyond), []
     for side, sign in (("higher", 1), ("lower", -1)):
