@@ -23,7 +23,7 @@ import _steps
 from _pages import ROOT, Results, replaced, table
 
 from narrowgauge.cli._report._compare_charts import save_picture
-from narrowgauge.trainers._compare_results import may_be_chance
+from narrowgauge.trainers._compare_results import mark
 
 DOCS, FOLDER = ROOT / "docs", ROOT / "benchmarks" / "results"
 COMPARISONS = re.compile(r"<!-- (table: (\S+)) -->\n")
@@ -59,8 +59,7 @@ def difference(row: Results) -> str:
         return "–"
     if found["spread"] is None:
         return f"{found['mean']:+.4f}"
-    mark = " ~" if may_be_chance(found) else " ≈" if found["within_reference_spread"] else ""
-    return f"{found['mean']:+.4f} ± {found['spread']:.4f}{mark}"
+    return f"{found['mean']:+.4f} ± {found['spread']:.4f}{mark(found)}"
 
 
 def main() -> int:

@@ -277,7 +277,8 @@ class _Holding:
         hook: _Watch = _Watch()
         if how != "watched":
             normed = args[0] if how == "norm" and args and type(args[0]) is Tensor else None
-            hook = _Pack(self._format, self, normed)
+            made = any(map(is_parametrized, self.modules()))
+            hook = _Pack(self._format, list(self.parameters()), made, normed)
         with saved_tensors_hooks(hook, _unpack):
             return run(*args, **kwargs)
 
@@ -361,16 +362,19 @@ class _Pack(_Watch):
 
     Args:
         format: of the codes.
-        module: neither its parameters nor copies of them in another dtype are activations.
+        parameters: of the module; neither they nor copies of them in another dtype are activations.
+        made: whether weights are made from them, by a parametrization.
         normed: the input of a norm, which is kept in 16 bits, and so is what it saves in float32.
     """
 
-    def __init__(self, format: Format, module: nn.Module, normed: Tensor | None = None) -> None:
-        self.format, parameters = format, list(module.parameters())
+    def __init__(
+        self, format: Format, parameters: Sequence[Tensor], made: bool, normed: Tensor | None = None
+    ) -> None:
+        self.format = format
         # One of another class than torch's keeps its numbers elsewhere. `functional_call` brings plain tensors.
         self.parameters = [p for p in parameters if type(p) in (nn.Parameter, Tensor)]
         # Then a parameter that is saved in its own dtype is itself, and not made from another.
-        self.plain = len(self.parameters) == len(parameters) and not any(map(is_parametrized, module.modules()))
+        self.plain = len(self.parameters) == len(parameters) and not made
         # Not the input itself, which would live as long as the graph does.
         self.normed = None if normed is None else weakref.ref(normed.untyped_storage())
         self.halves = normed.dtype if normed is not None and normed.element_size() == 2 else torch.bfloat16

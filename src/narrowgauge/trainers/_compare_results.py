@@ -201,6 +201,11 @@ def may_be_chance(difference: Json) -> bool:
     return spread is not None and abs(difference["mean"]) <= by_chance(spread, pairs)
 
 
+def mark(difference: Json) -> str:
+    """What a table puts behind a difference with a spread: " ~", it may be chance, " ≈", another seed does more."""
+    return " ~" if may_be_chance(difference) else " ≈" if difference["within_reference_spread"] else ""
+
+
 def _quartiles(seconds: Sequence[float]) -> list[float] | None:
     """First quartile, median and third quartile in milliseconds; None if nothing was timed."""
     return [1e3 * float(each) for each in np.percentile(seconds, (25, 50, 75))] if seconds else None

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from narrowgauge.trainers._compare_results import may_be_chance
+from narrowgauge.trainers._compare_results import mark
 
 Json = dict[str, Any]
 Columns = Mapping[str, Callable[[Json], str]]
@@ -108,8 +108,7 @@ def _difference(row: Json) -> str:
     text = f"{difference['mean']:+.5f}"
     if difference["spread"] is None:
         return text
-    mark = " ~" if may_be_chance(difference) else " ≈" if difference["within_reference_spread"] else ""
-    return f"{text} ± {difference['spread']:.5f}{mark}"
+    return f"{text} ± {difference['spread']:.5f}{mark(difference)}"
 
 
 def _time(row: Json, part: str) -> str:
