@@ -190,6 +190,7 @@ def main(
     work: Annotated[
         Path | None, typer.Option(help="Folder for checkpoints.", show_default="a temporary one")
     ] = None,
+    save_every: Annotated[float, typer.Option(min=0, help="Seconds between checkpoints.")] = Setting.save_every,
     seconds: options.Seconds = options.FOREVER,
     resume: options.Resume = False,
     dry: options.Dry = False,
@@ -202,7 +203,7 @@ def main(
     work = work or Path(tempfile.mkdtemp(prefix="at-scale-"))
     setting = Setting(
         model=model, tokens=tokens, sequence=sequence, batch=batch, micro=min(micro, batch), warmup=warmup,
-        final=final, device=device, ranks=ranks,
+        final=final, device=device, ranks=ranks, save_every=save_every,
     )  # fmt: skip
     if check:
         parts, seeds = toy(data, work), 1

@@ -86,6 +86,30 @@ def test_moments_that_lose_small_gradients_get_logarithmic_codes() -> None:
     assert changes(adapted(AdamW, states="8bit")) == changes(adapted(Lion, decades=6, states="8bit")) == {}
 
 
+def test_a_step_with_a_closure_is_judged_by_its_own_gradients() -> None:
+    def changed(closure: bool) -> list[Change]:
+        model = small()
+        optimizer = AdamW(model.named_parameters(), lr=1e-4, states="8bit", min_quantized_size=0)
+        adapt = Adapt(model, optimizer, every=2, states_every=2)
+        if not closure:
+            train(model, optimizer, 12, batches(model, decades=6))
+            return adapt.changes
+
+        def loss(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            found = (model(x) - x.roll(1, 1)).float().square().mean()
+            found.backward()
+            return found
+
+        for _, x in zip(range(12), batches(model, decades=6), strict=False):
+            optimizer.step(lambda x=x: loss(x))  # type: ignore[misc]
+        return adapt.changes
+
+    loop = changed(closure=False)
+    assert {change.what for change in loop} >= {"v"}
+    assert changed(closure=True) == loop
+
+
 def test_the_quality_of_a_long_moment_is_that_of_some_of_its_blocks() -> None:
     p = nn.Parameter(torch.zeros(512, 512))
     for states in ("8bit", "4bit", "log4"):

@@ -44,6 +44,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowgauge._arguments import Positive, Size, check, check_instance
+from narrowgauge._before_step import BeforeStep, capturing
 from narrowgauge._module_names import clean_name, unwrap_model, unwrap_optimizer
 from narrowgauge.linear._function import linear
 from narrowgauge.linear._module import LowPrecisionConv1D, LowPrecisionLinear
@@ -57,7 +58,7 @@ _WIDER_WEIGHTS = {
     torch.float16: {"plain": "kahan", "kahan": "master"},
 }
 _WIDER_STATES = {"4bit": "log8", "log4": "log8", "8bit": "log8", "fp8": "log8", "log8": "fp32"}
-_MEASUREMENTS = 3  # the median of so many decides
+_MEASUREMENTS = 3  # decided by the median of this many
 _ROWS = 4096  # rows of a layer's input that are measured, at most
 
 Key = tuple[str, str]  # a parameter or layer, and "weights", a moment's slot, or a multiply
@@ -145,7 +146,7 @@ class Adapt:
         self._sums: dict[Key, Tensor] = {}
         self._setting = optimizer.gauges
         hooks = [layer.register_forward_hook(self._layer_hook(name)) for name, layer in self._layers.items()]
-        before = optimizer.register_step_pre_hook(_BeforeStep(self._before_step))
+        before = optimizer.register_step_pre_hook(BeforeStep(self._before_step))
         self._handles: list[Any] = [*hooks, before, optimizer.register_step_post_hook(self._after_step)]
         self._expect()
 
@@ -177,7 +178,7 @@ class Adapt:
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if capturing():
             return
         weights, states = self._due(self.every), self._due(self.states_every)
         if weights:
@@ -301,18 +302,6 @@ class Adapt:
         self.step, self.changes = state["step"], changes
         self._recent = {(name, what): list(values) for name, what, values in state["recent"]}
         self._expect()
-
-
-class _BeforeStep:
-    """The hook before a step."""
-
-    unscales = True  # tells loss scalers that this hook knows of the scale (see `narrowgauge.scaling`)
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._call()
 
 
 def _rows(x: Tensor) -> Tensor:

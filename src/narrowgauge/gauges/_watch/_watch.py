@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge._arguments import Count, Size, check, check_choice
+from narrowgauge._before_step import BeforeStep, capturing
 from narrowgauge._module_names import unwrap_model, unwrap_optimizer
 from narrowgauge.gauges._formats import Target, targets
 from narrowgauge.gauges._magnitudes import FORMATS
@@ -183,7 +184,7 @@ class Watch:
         self._handles = [
             self._model.register_forward_pre_hook(Hook(self._drop_skipped)),
             self._model.register_forward_hook(Hook(self._model_returned)),
-            self._optimizer.register_step_pre_hook(_BeforeStep(self._before_step)),
+            self._optimizer.register_step_pre_hook(BeforeStep(self._before_step)),
             self._optimizer.register_step_post_hook(self._after_step),
         ]
         self._measurements.features.attach()
@@ -311,7 +312,7 @@ class Watch:
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if _capturing():
+        if capturing():
             return
         self._steps.end(time.perf_counter(), self._measurements.rms(self._ranks))
         step = self._steps.taken
@@ -343,40 +344,3 @@ class Watch:
     def _submit(self, records: list[Record]) -> None:
         if records:
             self._sink.submit(lambda: records)
-
-
-class _BeforeStep:
-    """The hook before a step. A closure computes gradients within the step: it counts when it first returns."""
-
-    unscales = True  # tells loss scalers that this hook knows of the scale (see `narrowgauge.scaling`)
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-
-    def __call__(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if _capturing():
-            return None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._call()
-            return None
-        first = True
-
-        def watched() -> Any:
-            nonlocal first
-            loss = closure()
-            if first:
-                first = False
-                self._call()
-            return loss
-
-        if len(args) > 1:
-            return (args[0], watched, *args[2:]), kwargs
-        return args, {**kwargs, "closure": watched}
-
-
-def _capturing() -> bool:
-    ready: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return ready and torch.cuda.is_current_stream_capturing()
