@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowgauge.cli._bench._linear import Layer, Operands, Shape, operands
-from narrowgauge.cli._bench._timing import Run, replayed, take_turns, why
+from narrowgauge.cli._bench._timing import Run, take_turns, why
+from narrowgauge.linear._tune import replayed
 
 MULTIPLIES = ("output", "grad_input", "grad_weight")
 NARROW = ("quantize X", "quantize W", "quantize G", "dequantize")  # what eight bits cost

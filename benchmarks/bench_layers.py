@@ -44,10 +44,11 @@ from narrowgauge.cli._bench._linear import (
     times_of,
     tune_shape,
 )
-from narrowgauge.cli._bench._timing import replayed, take_turns, why
+from narrowgauge.cli._bench._timing import take_turns, why
 from narrowgauge.cli._environment import find_device
 from narrowgauge.cli._files import UsageError
 from narrowgauge.cli._options import parts
+from narrowgauge.linear._tune import replayed
 
 SECTIONS = ("memory", "noise", "operations", "grid")
 GRID_PLANS = "SWITCHBACK:int8,SWITCHBACK:e4m3,TENSORWISE_FP8:e4m3"

@@ -102,7 +102,8 @@ def apart_at(results: Results, name: str, share: float) -> list[float]:
 def speeds(results: Results, name: str) -> list[float]:
     """Tokens a second of a row's runs on the GPU that the file's environment names."""
     runs, device = beside(results).runs(name), results.get("environment", {}).get("device")
-    return [run["tokens_per_second"] for run in runs if run.get("device", device) == device]
+    here = (run["tokens_per_second"] for run in runs if run.get("device", device) == device)
+    return [speed for speed in here if speed is not None]
 
 
 def margin_at(results: Results, runs: int, share: float) -> float | None:
@@ -165,7 +166,11 @@ def rows(results: Results) -> str:
         ("loss", lambda name: mean_of((r["validation_loss"] for r in found.runs(name)), ".4f")),
         ("loss − D", lambda name: "–" if name == REFERENCE else several(found.apart(name))),
         *([("apart from D?", lambda name: verdict(results, name))] if found.margin(1) is not None else []),
-        ("tokens/s", lambda name: mean_of(speeds(results, name), ",.0f")),
+        *(
+            [("tokens/s", lambda name: mean_of(speeds(results, name), ",.0f"))]
+            if speeds(results, REFERENCE)
+            else []
+        ),
         words=2,
     )
 
@@ -370,6 +375,7 @@ def facts(results: Results) -> dict[str, str]:
     """Every number in the page's sentences."""
     training, found = results["training"], beside(results)
     named = {
+        "parameters": f"{results['parameters'][training['model']] / 1e9:.1f} billion",
         "steps": f"{training['steps']:,}", "rate": f"{best_rate(results):g}",
         "windows": f"{8 * training['windows']:,}", "fewer": f"{training['windows']:,}",
         "tokens": f"{training['steps'] * training['batch'] * training['sequence']:,}",
@@ -378,7 +384,9 @@ def facts(results: Results) -> dict[str, str]:
     first = [run["validation_loss"] for run in found.runs(REFERENCE) if run["seed"] < 2]
     named["loss_two"] = f"{statistics.fmean(first):.4f}"
     rates = {name: speeds(results, name) for name in names(results)}
-    named |= {f"slower_{place_of(name)}": percent(1 - min(each) / max(each)) for name, each in rates.items()}
+    named |= {
+        f"slower_{place_of(name)}": percent(1 - min(each) / max(each)) for name, each in rates.items() if each
+    }
     trains = [row["name"] for row in results["rows"] if "of" not in row and row["name"] != REFERENCE]
     early = [
         apart for name in trains for line in _lines(results, name) for at, apart in line
@@ -410,6 +418,7 @@ def facts(results: Results) -> dict[str, str]:
             named[f"lost_early_{key}"] = percent(seen(results, name, "lost", 0.1, 0.2))
         if name != REFERENCE and found.apart(name):
             named[f"apart_{key}"] = several(found.apart(name))
+            named[f"tenth_{key}"] = several(apart_at(results, name, 0.1))
             named[f"widest_{key}"] = f"{max((d for line in _lines(results, name) for _, d in line), key=abs):+.2f}"
             later = [
                 abs(apart)
@@ -419,8 +428,9 @@ def facts(results: Results) -> dict[str, str]:
             ]
             named[f"settled_{key}"] = f"{math.ceil(1e3 * max(later)) / 1e3:.3f}"  # a bound
             named[f"range_{key}"] = f"{max(found.apart(name)) - min(found.apart(name)):.4f}"
-            faster = statistics.fmean(rates[name]) / statistics.fmean(rates[REFERENCE]) - 1
-            named[f"faster_{key}"] = f"{100 * faster:.0f} %"
+            if rates[name]:
+                faster = statistics.fmean(rates[name]) / statistics.fmean(rates[REFERENCE]) - 1
+                named[f"faster_{key}"] = f"{100 * faster:.0f} %"
     for run in results["runs"]:
         if still := run.get("all_lost"):
             key = place_of(run["row"])

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from narrowgauge._arguments import Count, Size, check, check_choice
 from narrowgauge.distributed._compressed_layout import ErrorFeedback, Layout, ScratchDict
 from narrowgauge.distributed._compressed_passes import AllreducePasses, BlockCodec, Reduction, passes_of, path_of
 from narrowgauge.formats import codebook as named_codebook
@@ -91,8 +92,7 @@ def compressed_allreduce_hook(
     Source: see `CompressedAllReduce`.
     """
     values = _values(codebook, bits)
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {rounding!r}")
+    check_choice("rounding", rounding, ("nearest", "stochastic"))
     if block_size < 4 or block_size % 4:
         raise ValueError(f"block_size must be a multiple of 4, got {block_size!r}")
     for name, number in (("min_compressed_size", min_compressed_size), ("seed", seed)):
@@ -100,8 +100,7 @@ def compressed_allreduce_hook(
             raise ValueError(f"{name} must be at least 0, got {number!r}")
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise ValueError(f"process_group must be one that this rank is in, or None, got {process_group!r}")
-    if memory_dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"memory_dtype must be torch.float32 or torch.bfloat16, got {memory_dtype!r}")
+    check_choice("memory_dtype", memory_dtype, (torch.float32, torch.bfloat16))
     codec = BlockCodec(values, block_size, rounding, seed)
     feedback = ErrorFeedback(memory_dtype) if error_feedback else None
     name = codebook if isinstance(codebook, str) else f"{len(values)} values"
@@ -331,9 +330,8 @@ class CompressedAllReduce:
         if not isinstance(state_dict, Mapping) or any(name not in state_dict for name in wanted):
             raise ValueError(f"state_dict must have 'step', 'ranks' and 'memory', got {state_dict!r:.100}")
         step, saved, memory = (state_dict[name] for name in wanted)
-        for name, number, least in (("step", step, 0), ("ranks", saved, 1)):
-            if isinstance(number, bool) or not isinstance(number, int) or not least <= number < 2**63:
-                raise ValueError(f"state_dict: {name!r} must be an integer of at least {least}, got {number!r}")
+        check("state_dict: 'step'", step, Count)
+        check("state_dict: 'ranks'", saved, Size)
         if not isinstance(memory, Mapping):
             raise ValueError(f"state_dict: 'memory' must be a dictionary, got {memory!r:.100}")
         if memory and self._feedback is None:

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from torch.utils.hooks import RemovableHandle
 
+from narrowgauge._arguments import check_choice
 from narrowgauge._torch_private import optimizer_hooks, uncompiled
 from narrowgauge.distributed._offload_buffers import HostBuffers, HostParameter
 from narrowgauge.optim import Description, NarrowOptimizer
@@ -97,10 +98,8 @@ class CPUOffload(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         refuse_other(optimizer)
-        if transfer not in (None, "backward", "step"):
-            raise ValueError(f"transfer must be 'backward', 'step' or None, got {transfer!r}")
-        if gradients not in ("kept", "freed"):
-            raise ValueError(f"gradients must be 'kept' or 'freed', got {gradients!r}")
+        check_choice("transfer", transfer, ("backward", "step", None))
+        check_choice("gradients", gradients, ("kept", "freed"))
         if gradients == "freed" and transfer == "step":
             raise ValueError("gradients must be 'kept' with transfer='step', got 'freed'")
         self._transfer, self._frees = transfer, gradients == "freed"

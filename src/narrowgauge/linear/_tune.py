@@ -211,8 +211,7 @@ def _positive(value: object) -> TypeGuard[float]:
 def _measure(kind: LayerKind) -> Timed:
     steps = _steps(kind)
     if kind.device.type == "cuda" and not kind.launched:
-        with torch.cuda.device(kind.device):
-            steps = _captured(steps[0]), _captured(steps[1])
+        steps = replayed(steps[0], kind.device), replayed(steps[1], kind.device)
     plain, planned = alternating(*steps, kind.device)
     record = {"speedup": plain / planned, "ms": planned * 1e3, "nn.Linear ms": plain * 1e3, "when": time.time()}
     _cache.merge_records(_path(), _name(kind.device), {kind.key: record})
@@ -249,17 +248,25 @@ def _steps(kind: LayerKind) -> tuple[Callable[[], Any], Callable[[], Any]]:
     )
 
 
-def _captured(step: Callable[[], Any]) -> Callable[[], Any]:
-    """The step replayed from a CUDA graph: the device's time alone."""
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()  # compiles kernels, and lets libraries allocate their workspaces before the capture
-    torch.cuda.current_stream().wait_stream(side)
-    with torch.cuda.graph(graph, stream=side):
-        step()
+def replayed(step: Callable[[], Any], device: torch.device, pool: Any = None) -> Callable[[], Any]:
+    """A step captured in a CUDA graph: the device's work, without the host's.
 
-    def replay(keep_alive: Callable[[], Any] = step) -> None:  # the graph reads the step's tensors
+    Args:
+        step: whose kernels are compiled.
+        device: a GPU.
+        pool: memory that graphs share; their results are lost.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device):
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()  # libraries get their workspaces of this stream before it is captured
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph, pool=pool, stream=side):
+            step()
+
+    def replay(keep_alive: Callable[[], Any] = step) -> None:  # the graph knows addresses of the step's tensors
         graph.replay()
 
     return replay

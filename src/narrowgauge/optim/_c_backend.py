@@ -83,7 +83,7 @@ def kernel_of(plan: ParamPlan, group: Mapping[str, Any], grad_dtype: torch.dtype
     names = tuple(plan.rule.scalars(numbers(group, _CPU), 1))
     names = (*names, FACTOR) if scaled else names
     # Rules are values, and have hashes.
-    return _made(plan.rule, plan.weight, plan.slots, plan.dtype, grad_dtype, names)  # type: ignore[arg-type]
+    return _made(plan.rule, plan.weight, plan.slots, plan.dtype, grad_dtype, names)
 
 
 def unsupported(plan: ParamPlan, param: Tensor, group: Mapping[str, Any]) -> str | None:
@@ -410,7 +410,7 @@ def _step(
     names: tuple[str, ...],
 ) -> StepSpec:
     """What to compile; NotImplementedError if a part of it has no kernel."""
-    found = equation(rule, tuple(slot.slot.name for slot in slots), names)  # type: ignore[arg-type]  # rules are values, and have hashes
+    found = equation(rule, tuple(slot.slot.name for slot in slots), names)
     for slot in slots:
         if slot.codec is None or slot.codec.c is None:
             raise NotImplementedError(f"{slot.storage.name} states")

@@ -40,7 +40,6 @@ from narrowgauge.optim._checkpoint_foreign import VERSION_KEY, layout_of, with_c
 from narrowgauge.optim._options import LIMIT, check_limits
 from narrowgauge.optim._plan import (
     REASON,
-    ParamPlan,
     each_once,
     never_trains,
     own_storages,
@@ -51,7 +50,6 @@ from narrowgauge.optim._plan import (
 from narrowgauge.optim._sharding import local
 from narrowgauge.optim._state_shapes import from_shapes
 from narrowgauge.rules import Rule
-from narrowgauge.storage import StateStorage
 
 # Options that keep the live optimizer's value: storage, arithmetic, and the version that it writes.
 _STAYS = (
@@ -171,7 +169,9 @@ def read_checkpoint(
             except ValueError as error:
                 raise ValueError(f"state_dict: group {number}: {error}") from error
             if plan.kind[1] is not None:
-                likely.insert(0, _marked(plan))
+                likely.insert(
+                    0, {slot.slot.name: slot.storage for slot in plan.all_slots}
+                )  # if it was marked alike
             entry = checkpoint.others.pop(identity, None)
             if entry == {} and plan.slots:
                 notes.add("found an empty state, which starts anew", plan.name)
@@ -239,11 +239,6 @@ def _made_with(group: Group, name: str) -> dict[str, Any]:
     found = {"weights": group.get("weights"), "states": group.get("states"), **group.get(KEPT, {}).get(name, {})}
     found.pop(REASON, None)
     return found
-
-
-def _marked(plan: ParamPlan) -> dict[str, StateStorage]:
-    """What a marked parameter's own checkpoint has for each slot, if it was marked alike."""
-    return {slot.slot.name: slot.storage for slot in (*plan.slots, *plan.inactive)}
 
 
 def check_form(given: Any) -> None:

@@ -215,7 +215,7 @@ class StateReader:
         """
         slots = {slot.slot.name: slot for slot in self.plan.slots if slot.tensors(self.entry)}
         got = {name: _signature(slot.tensors(self.entry)) for name, slot in slots.items()}
-        kept = {slot.slot.name for slot in (*self.plan.slots, *self.plan.inactive)}
+        kept = {slot.slot.name for slot in self.plan.all_slots}
 
         def fits(name: str, storage: StateStorage | None) -> bool:
             signed = slots[name].slot.signed
@@ -311,8 +311,8 @@ def _converted(
     notes: Notes,
 ) -> dict[str, Tensor]:
     """A parameter's state under another plan: the same object if no storage changed."""
-    had = {slot.slot.name: slot for slot in (*old.slots, *old.inactive)}
-    found = tuple(slot for slot in (*new.slots, *new.inactive) if slot.tensors(state))
+    had = {slot.slot.name: slot for slot in old.all_slots}
+    found = tuple(slot for slot in new.all_slots if slot.tensors(state))
     same_storages = (
         old.weight is new.weight
         and old.dtype == new.dtype

@@ -109,7 +109,7 @@ def _torch_group(optimizer: str, number: int, live: Group, saved: Group) -> dict
 
 
 def _torch_state(plan: ParamPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
-    slots = [s.slot for s in (*plan.slots, *plan.inactive)]
+    slots = [s.slot for s in plan.all_slots]
     entry = _with_factors(slots, entry)
     ours = {slot.torch_key: slot.name for slot in slots if slot.torch_key is not None}
     if any(key in entry and entry[key] is None for key in ours):

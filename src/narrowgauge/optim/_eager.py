@@ -212,7 +212,7 @@ def update(
         (p, state, delta): the new parameter, its new state entries, and the intended update.
     """
     plan, p = step.plan, step.param
-    low = step.state[plan.weight_key] if plan.weight_key is not None else None
+    low = plan.low_of(step.state)
     read = operands(step, number, whole)
     scalars = with_sums(plan, read, summed)
     delta, moments = plan.rule.update(read.arithmetic, read.weight, read.grad, read.moments, scalars)
@@ -276,7 +276,7 @@ def asked_of_whole(step: ParamStep, number: Scalar) -> tuple[Tensor, Callable[[T
 def operands(step: ParamStep, number: Scalar, whole: Tensor | None = None) -> Operands:
     """What the rule is given at the step of this number."""
     plan, p, state = step.plan, step.param, step.state
-    low = state[plan.weight_key] if plan.weight_key is not None else None
+    low = plan.low_of(state)
     scalars: Mapping[str, Scalar] = plan.rule.scalars(numbers(step.group, p.device), number)
     if not plan.strict:
         factored = frozenset(slot.slot.name for slot in plan.slots if isinstance(slot.storage, FactoredState))

@@ -158,7 +158,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         owner = self.owner(group)
         rule = owner.base_rule(group)
         if group.get("clip_updates"):
-            with_clipping = clipped(rule)  # type: ignore[arg-type]  # rules are values, and have hashes
+            with_clipping = clipped(rule)
             if with_clipping is None:
                 raise ValueError(
                     f"clip_updates must be False for {type(owner).__name__}, whose rule has no second moment, got "
@@ -167,7 +167,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
             rule = with_clipping
         if not group.get("cautious"):
             return rule
-        name, made = type(owner).__name__, cautious(rule)  # type: ignore[arg-type]  # rules are values
+        name, made = type(owner).__name__, cautious(rule)
         if not any(slot.name == "m" for slot in rule.slots(group)):
             raise ValueError(f"cautious must be False for {name} without a momentum, got True")
         if made is None:
@@ -286,7 +286,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: for a parameter of no group, and a storage that it cannot have; nothing is changed then.
         """
-        group = next((group for group in self.param_groups if any(p is one for one in group["params"])), None)
+        group = self._group_of(p)
         if group is None:
             raise ValueError(f"p must be a parameter of the optimizer, got one of shape {tuple(p.shape)}")
         name, before = self.plan_of(p).name, dict(group)
@@ -488,10 +488,13 @@ class NarrowOptimizer(torch.optim.Optimizer):
         owners = {plan.name: p for p, plan in self.plans()}
         return [([owners[name] for name in names], rows) for names, rows in self.last_stats.tables()]
 
+    def _group_of(self, p: Tensor) -> dict[str, Any] | None:
+        return next((group for group in self.param_groups if any(p is one for one in group["params"])), None)
+
     def parameter_view(self, p: Tensor) -> ParameterView | None:
         """What gauges may read of one parameter, before a step and after it; None for a parameter of no group."""
         self._replan()
-        group = next((group for group in self.param_groups if any(p is one for one in group["params"])), None)
+        group = self._group_of(p)
         if group is None or never_trains(p):
             return None
         limit, norm = group[LIMIT], self._grad_norm
@@ -673,7 +676,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         found: dict[Tensor, Tensor] = {}
         for p, plan in self.plans():
             part, state = local(p.detach()), self.state.get(p)
-            low = plan.weight.init(part) if not state else state.get(plan.weight_key or "")
+            low = plan.weight.init(part) if not state else plan.low_of(state)
             wide = plan.weight.exact(part, low).to(torch.float32)
             found[p] = as_shared(p, wide) if is_shared(p) else wide
         return found

@@ -172,6 +172,15 @@ class ParamPlan:
     def weight_key(self) -> str | None:
         return f"weight.{self.weight.key}" if self.weight.key is not None else None
 
+    @functools.cached_property
+    def all_slots(self) -> tuple[SlotPlan, ...]:
+        """The slots, inactive ones included."""
+        return (*self.slots, *self.inactive)
+
+    def low_of(self, state: Mapping[str, Tensor]) -> Tensor | None:
+        """The low word in a state, if there is one."""
+        return state.get(self.weight_key) if self.weight_key is not None else None
+
     def init(self, p: Tensor, group: Mapping[str, Any]) -> State:
         """The state of a parameter before its first step; of a sharded one, for the part on this rank."""
         if p.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -197,8 +206,7 @@ class ParamPlan:
 
     def exact(self, p: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(the weight as it is stored, the weight that the model sees), in float64."""
-        low = state[self.weight_key] if self.weight_key is not None else None
-        return self.weight.exact(p, low), p.to(torch.float64, copy=True)
+        return self.weight.exact(p, self.low_of(state)), p.to(torch.float64, copy=True)
 
     def nbytes(self, p: Tensor) -> int:
         """Bytes that the optimizer keeps on this rank for this parameter: moments and low word."""

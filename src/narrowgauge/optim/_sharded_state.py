@@ -97,7 +97,7 @@ def without_padding(box: Shard, words: Tensors, packed: Collection[str], block_s
 def _items(plan: ParamPlan, numel: int) -> dict[str, int]:
     """By key, the length of tensors that do not have an item per element, for `numel` elements."""
     found = {}
-    for slot in (*plan.slots, *plan.inactive):
+    for slot in plan.all_slots:
         zeros = slot.storage.init(torch.zeros(min(numel, 1), device="cpu"), slot.slot.signed, slot.block_size)
         if _CODES not in zeros:
             continue

@@ -74,7 +74,7 @@ def to_shapes(p: Any, plan: ParamPlan, state: Mapping[str, Tensor]) -> dict[str,
         return dict(state)
     shape, sizes = tuple(p.shape), tuple(local(p).shape)
     state = with_single_words(state, sizes)
-    slots = {slot.slot.name: slot for slot in (*plan.slots, *plan.inactive)}
+    slots = {slot.slot.name: slot for slot in plan.all_slots}
     blocks = {key for key in in_blocks(state) if not is_factor(key)} - {LOW_CODES}
     given: dict[str, Any] = {}
     for key, x in state.items():

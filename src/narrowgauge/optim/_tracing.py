@@ -202,5 +202,5 @@ def elementwise(plan: ParamPlan, group: Mapping[str, Any]) -> bool:
 def _equation_of(plan: ParamPlan, group: Mapping[str, Any]) -> Equation:
     given, slots = Hyperparameters.of(group), tuple(slot.slot.name for slot in plan.slots)
     # Rules are values, and have hashes.
-    scalars = scalar_graph(plan.rule, given.traced, given.static)  # type: ignore[arg-type]
-    return equation(plan.rule, slots, tuple(scalars))  # type: ignore[arg-type]
+    scalars = scalar_graph(plan.rule, given.traced, given.static)
+    return equation(plan.rule, slots, tuple(scalars))

@@ -50,8 +50,6 @@ class LaunchKey:
 
 def unsupported(plan: ParamPlan, param: Tensor) -> str | None:
     """Why no kernel steps a parameter, whatever its gradient and state; None if one does."""
-    if plan.strict:
-        return "arithmetic='strict' rounds every operation"
     blocks = [slot.block_size for slot in plan.slots if _in_blocks(slot)]
     if blocks and blocks[0] not in _BLOCKS:
         return f"block_size {blocks[0]} is none of {', '.join(map(str, _BLOCKS))}"
@@ -229,9 +227,9 @@ def launch_key(
 def kernels_of(key: LaunchKey) -> TritonKernels:
     """The kernels of a launch; NotImplementedError if the rule does what has no kernel."""
     # Rules are values, and have hashes.
-    scalars = scalar_graph(key.rule, key.traced, key.static)  # type: ignore[arg-type]
+    scalars = scalar_graph(key.rule, key.traced, key.static)
     given = (*scalars, FACTOR) if key.factor else tuple(scalars)
-    found = equation(key.rule, tuple(moment.name for moment in key.layout.moments), given)  # type: ignore[arg-type]
+    found = equation(key.rule, tuple(moment.name for moment in key.layout.moments), given)
     factor = FACTOR if key.factor else None
     return TritonKernels(key.layout, found, scalars, key.traced, key.skip, factor, key.factor == "norm")
 

@@ -111,6 +111,9 @@ class Rule(Protocol):
     betas: int = 2
     torch_numbers: tuple[str, ...] = ()
 
+    def __hash__(self) -> int:  # rules are values; mypy wants it said of a protocol
+        return object.__hash__(self)
+
     def slots(self, group: Mapping[str, Any]) -> tuple[Slot, ...]:
         """The moments that are on under these hyperparameters."""
         return tuple(slot for slot in self.moments if slot.option is None or group.get(slot.option))

@@ -76,31 +76,24 @@ class Task(Protocol):
 
     def draw(self) -> Examples:
         """The examples of the next step, on the CPU."""
-        ...
 
     def loss(self, model: nn.Module, examples: Examples) -> Tensor:
         """Mean loss of examples on the model's device, by themselves; a float32 scalar."""
-        ...
 
     def gradients(self, step: Step) -> Tensor:
         """Add a step's gradients to the parameters'; returns the loss of this process's examples, detached."""
-        ...
 
     def after_step(self, model: nn.Module) -> None:
         """Change the model after an optimizer step, as CLIP bounds its scale."""
-        ...
 
     def validation(self) -> Examples:
         """The examples to validate on, always the same ones; on the CPU."""
-        ...
 
     def held_out_loss(self, held_out: HeldOut) -> float:
         """Mean loss of `validation`'s examples; the same in all processes."""
-        ...
 
     def derived(self, loss: float) -> dict[str, float]:
         """A validation loss in other units, by name, such as perplexity."""
-        ...
 
     def metrics(self, model: nn.Module, examples: Callable[[], Iterable[Examples]]) -> dict[str, float]:
         """Metrics of the held-out examples that do not follow from the loss, such as accuracy, by name.
@@ -109,23 +102,18 @@ class Task(Protocol):
             model: in evaluation mode, not compiled.
             examples: gives them again, a part at a time, on the model's device.
         """
-        ...
 
     def messages(self) -> tuple[str, ...]:
         """Lines about the data since the last call, such as damaged images."""
-        ...
 
     def flops_per_unit(self, model: nn.Module) -> float:
         """Floating-point operations that training on a token or an image takes."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the draw: with it, another task of the same settings draws the same examples."""
-        ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a `state_dict`."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

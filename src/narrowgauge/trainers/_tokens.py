@@ -43,6 +43,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from narrowgauge._files import write_whole
+from narrowgauge.kernels import _cache
 from narrowgauge.trainers._text import Corpus, DataError, Document, load_apart, load_corpus
 
 if TYPE_CHECKING:
@@ -145,24 +146,21 @@ def tokenize(
         ValueError: for a vocabulary of under 256.
     """
     at_least("vocabulary", vocabulary, 256)
-    folder = cache if cache is not None else _cache_folder()
-    entry = folder / _key(corpus, vocabulary) if folder else None
-    if entry:
-        with contextlib.suppress(DamagedShardError, OSError):
-            found, _ = _read(entry)
-            return replace(found, train=found.train.to(torch.int32), validation=found.validation.to(torch.int32))
-    damaged = entry is not None and entry.exists()
+    entry = (_cache.folder() / "tokens" if cache is None else cache) / _key(corpus, vocabulary)
+    with contextlib.suppress(DamagedShardError, OSError):
+        found, _ = _read(entry)
+        return replace(found, train=found.train.to(torch.int32), validation=found.validation.to(torch.int32))
+    damaged = entry.exists()
     made = _make(corpus, vocabulary, 1, on_progress or (lambda stage, fraction: None))
-    if entry:
-        with contextlib.suppress(OSError):
-            entry.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=entry.parent) as aside:
-                written = Path(aside, entry.name)
-                written.mkdir()
-                _write(written, made)
-                if damaged:
-                    shutil.rmtree(entry, ignore_errors=True)
-                written.rename(entry)  # or another process was first
+    with contextlib.suppress(OSError):
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=entry.parent) as aside:
+            written = Path(aside, entry.name)
+            written.mkdir()
+            _write(written, made)
+            if damaged:
+                shutil.rmtree(entry, ignore_errors=True)
+            written.rename(entry)  # or another process was first
     return made
 
 
@@ -338,17 +336,6 @@ def _quiet_forks() -> None:
     before a fork and not earlier, it leaves the work of this process parallel.
     """
     os.register_at_fork(before=lambda: os.environ.setdefault("TOKENIZERS_PARALLELISM", "false"))
-
-
-def _cache_folder() -> Path | None:
-    """The user's cache, if there is one."""
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():  # the XDG specification has a relative path ignored
-        try:
-            base = Path.home() / ".cache"
-        except RuntimeError:
-            return None
-    return base / "narrowgauge" / "tokens"
 
 
 def _key(corpus: Corpus, vocabulary: int) -> str:

@@ -24,11 +24,12 @@ from torch import Tensor, nn
 
 from narrowgauge.cli._bench._rows import installed_version
 from narrowgauge.cli._bench._shared import Output
-from narrowgauge.cli._bench._timing import Run, Turns, replayed, take_turns, timed, why
+from narrowgauge.cli._bench._timing import Run, Turns, take_turns, timed, why
 from narrowgauge.cli._environment import find_device
 from narrowgauge.cli._files import UsageError
 from narrowgauge.cli._options import LinearOptions, parts, plan_of
 from narrowgauge.linear import LinearPlan, LowPrecisionLinear, tune
+from narrowgauge.linear._tune import replayed
 from narrowgauge.trainers._environment import describe_environment
 
 Rows = dict[str, dict[str, Any]]

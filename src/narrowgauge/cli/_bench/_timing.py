@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from narrowgauge.linear import _tune
+
 _LEAST, _MOST = 5, 200  # steps timed on a CPU; at least that many runs on a GPU
 _STEP_SECONDS, _PASS_SECONDS = 0.05, 0.15  # length of a run; layers need longer ones for the clock to settle
 _RUN_LEAST, _RUN_MOST = 3, 2000  # steps of a run
@@ -88,13 +90,7 @@ def _steps_of_a_run(step: Run, seconds: float, device: torch.device) -> int:
 
 def timed(run: Run, device: torch.device) -> float:
     """Seconds from an idle device to an idle device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    begun = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - begun
+    return _tune.seconds(run, 1, device)
 
 
 def timed_run(step: Run, count: int, device: torch.device) -> tuple[float, float]:
@@ -164,20 +160,17 @@ class Turns:
         return statistics.median(other / own for other, own in pairs)
 
 
-def take_turns(
-    passes: Mapping[Any, Run], device: torch.device, seconds: float, run_seconds: float = _PASS_SECONDS
-) -> Turns:
+def take_turns(passes: Mapping[Any, Run], device: torch.device, seconds: float) -> Turns:
     """Time warmed-up passes in rounds of all of them: a device that slows down slows all.
 
     Args:
         passes: what to time.
         device: where.
         seconds: how long to go on for each; at least five rounds.
-        run_seconds: the least length of a run of one pass, on a GPU.
     """
     found: dict[Any, list[float]] = {name: [] for name in passes}
     host: dict[Any, list[float]] = {name: [] for name in passes}
-    wanted = max(seconds / (2 * _LEAST), run_seconds)
+    wanted = max(seconds / (2 * _LEAST), _PASS_SECONDS)
     on_gpu = device.type == "cuda"
     counts = {name: _steps_of_a_run(run, wanted, device) for name, run in passes.items()} if on_gpu else {}
     end = time.perf_counter() + seconds * len(passes)
@@ -192,31 +185,6 @@ def take_turns(
             else:
                 found[name].append(timed(run, device))
     return Turns(found, host if on_gpu else {})
-
-
-def replayed(run: Run, device: torch.device, pool: Any) -> Run:
-    """A warmed-up pass captured in a CUDA graph: the device's work, without the host's.
-
-    Args:
-        run: the pass.
-        device: a GPU.
-        pool: memory that graphs share; their results are lost.
-    """
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device):
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            run()  # libraries get their workspaces of this stream before it is captured
-        torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(graph, pool=pool, stream=side):
-            run()
-    return partial(_replay, graph, run)
-
-
-def _replay(graph: torch.cuda.CUDAGraph, run: Run) -> None:
-    """Replay. `run` is an argument because a graph knows addresses only: its operands have to live as long."""
-    graph.replay()
 
 
 def why(error: Exception) -> str:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge._arguments import Count, Size, check
 from narrowgauge.distributed._checkpoint._coordination import (
     FAILED,
     Ranks,
@@ -260,10 +261,9 @@ def _checked(
         raise ValueError(f"directory must be a folder, got {folder}, which is a file")
     if folder.is_symlink() and not folder.exists():
         raise ValueError(f"directory must be a folder, got {folder}, a link to what is not there")
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ValueError(f"step must be an integer of at least 0, got {step!r}")
-    if keep_last is not None and (isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1):
-        raise ValueError(f"keep_last must be an integer of at least 1, or None for all, got {keep_last!r}")
+    check("step", step, Count)
+    if keep_last is not None:
+        check("keep_last", keep_last, Size)
     if not timeout > 0:
         raise ValueError(f"timeout must be above 0 seconds, got {timeout!r}")
     found = snapshot(model, optimizer, extra, random_states, us.rank)

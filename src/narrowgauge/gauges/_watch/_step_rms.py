@@ -142,7 +142,7 @@ class StepRms:
             from narrowgauge.kernels._updates import measure  # here: importing it imports triton
 
             names, numbers = tuple(scalars), table_of(scalars, len(grads), grads[0].device)
-            graph = ratio_graph(rule, names)  # type: ignore[arg-type]  # rules are hashable values
+            graph = ratio_graph(rule, names)
             rows = [sample.rows_of(grad.numel()) for grad in grads]
             sums = measure(None, graph, names, numbers, {"grad": grads, "v": moments}, (), rows)[:, :1]
         else:

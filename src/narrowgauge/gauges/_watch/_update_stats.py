@@ -192,8 +192,8 @@ class MeasuredAround:
         after = whole["after"]
         scalars = self._scalars(batch, after[0].device)
         names, slots = tuple(scalars), tuple(batch.moments[0])
-        delta = update_graph(batch.rule, slots, names) if batch.rule is not None else None  # type: ignore[arg-type]
-        ratio = ratio_graph(batch.rule, names) if batch.rule is not None and "v" in slots else None  # type: ignore[arg-type]
+        delta = update_graph(batch.rule, slots, names) if batch.rule is not None else None
+        ratio = ratio_graph(batch.rule, names) if batch.rule is not None and "v" in slots else None
         return measure(
             delta, ratio, names, table_of(scalars, len(after), after[0].device), whole | copies, tuple(copies),
             self._rows(after), bool(batch.rule is not None and batch.group.get("maximize")),

@@ -95,8 +95,10 @@ class ScheduleFreeAdamW(NarrowOptimizer):
             z = next((slot for slot in plan.slots if slot.slot.name == "z"), None)
             if not state or z is None:
                 continue  # never stepped: x is y
-            y = plan.weight.read(here, state[plan.weight_key] if plan.weight_key is not None else None)
-            beta1 = float(next(group for group in self.param_groups if _holds(group, p))["betas"][0])
+            y = plan.weight.read(here, plan.low_of(state))
+            own = self._group_of(p)
+            assert own is not None
+            beta1 = float(own["betas"][0])
             self._write(p, y + (1 / beta1 - 1) * (y - z.decode(state, here.shape)))
 
     @torch.no_grad()
@@ -160,7 +162,3 @@ def _weights(group: Mapping[str, Any]) -> Any:
     own = [(name, of) for each in of_single if isinstance(each, Mapping) for name, of in each.items()]
     found = {name: of["weights"] for name, of in own if isinstance(of, Mapping) and "weights" in of}
     return (group.get("weights"), found) if found else group.get("weights")
-
-
-def _holds(group: Mapping[str, Any], p: Tensor) -> bool:
-    return any(p is one for one in group["params"])

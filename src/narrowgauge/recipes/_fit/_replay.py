@@ -49,6 +49,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.linear._tune import seconds as seconds_of
 from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.optim._tracing import elementwise
 from narrowgauge.recipes._fit._probe import Sample
@@ -229,16 +230,7 @@ class Replay:
         for p in made:
             p.grad = torch.randn_like(p)
 
-        def step() -> float:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            begun = time.perf_counter()
-            optimizer.step()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            return time.perf_counter() - begun
-
-        return step
+        return lambda: seconds_of(optimizer.step, 1, device)
 
     def _make(self, groups: list[dict[str, Any]], lr: float) -> NarrowOptimizer:
         with warnings.catch_warnings():  # plain weights are measured too
