@@ -157,6 +157,7 @@ def rows(results: Results) -> str:
     found = beside(results)
     titles = {row["name"]: row["title"] for row in results["rows"]}
     families = {row["name"]: row["family"] for row in results["rows"]}
+    timed = speeds(results, REFERENCE)
     return table(
         names(results),
         ("row", lambda name: f"`{name}`" if families[name] == "ours" else name),
@@ -166,11 +167,7 @@ def rows(results: Results) -> str:
         ("loss", lambda name: mean_of((r["validation_loss"] for r in found.runs(name)), ".4f")),
         ("loss − D", lambda name: "–" if name == REFERENCE else several(found.apart(name))),
         *([("apart from D?", lambda name: verdict(results, name))] if found.margin(1) is not None else []),
-        *(
-            [("tokens/s", lambda name: mean_of(speeds(results, name), ",.0f"))]
-            if speeds(results, REFERENCE)
-            else []
-        ),
+        *([("tokens/s", lambda name: mean_of(speeds(results, name), ",.0f"))] if timed else []),
         words=2,
     )
 
@@ -383,10 +380,8 @@ def facts(results: Results) -> dict[str, str]:
     named["sequence"] = f"{training['sequence']:,}"
     first = [run["validation_loss"] for run in found.runs(REFERENCE) if run["seed"] < 2]
     named["loss_two"] = f"{statistics.fmean(first):.4f}"
-    rates = {name: speeds(results, name) for name in names(results)}
-    named |= {
-        f"slower_{place_of(name)}": percent(1 - min(each) / max(each)) for name, each in rates.items() if each
-    }
+    rates = {name: each for name in names(results) if (each := speeds(results, name))}
+    named |= {f"slower_{place_of(name)}": percent(1 - min(each) / max(each)) for name, each in rates.items()}
     trains = [row["name"] for row in results["rows"] if "of" not in row and row["name"] != REFERENCE]
     early = [
         apart for name in trains for line in _lines(results, name) for at, apart in line
@@ -428,7 +423,7 @@ def facts(results: Results) -> dict[str, str]:
             ]
             named[f"settled_{key}"] = f"{math.ceil(1e3 * max(later)) / 1e3:.3f}"  # a bound
             named[f"range_{key}"] = f"{max(found.apart(name)) - min(found.apart(name)):.4f}"
-            if rates[name]:
+            if name in rates:
                 faster = statistics.fmean(rates[name]) / statistics.fmean(rates[REFERENCE]) - 1
                 named[f"faster_{key}"] = f"{100 * faster:.0f} %"
     for run in results["runs"]:

@@ -88,6 +88,11 @@ QUIET: dict[str, Records] = {
     "three halvings": scaled(3),
     "features below 4 times": grown(3.9),
     "a state's error below 0.1": states(relative_norm=0.09),
+    "a state's error that the weight is given": changed(sound(), "state", relative_norm=0.4, fed_back=1),
+    "losses before a storage was widened": [
+        *updates(["ln.weight"], lost=1.0, lost_visible=1.0, descent_quality=0.0),
+        {"kind": "storages", "step": 200, "parameters": {"ln.weight": {"weights": "split8"}}},
+    ],
     "underflow below 0.1": in_float8("gradient", "e4m3", "underflow", 0.099),
     "overflow below 0.001": in_float8("activation", "e5m2", "overflow", 0.00099),
     "underflow without float8": in_float8("gradient", "e4m3", "underflow", 0.2, layers="int8"),

@@ -246,6 +246,7 @@ def test_records_come_to_the_file_as_the_steps_do(tmp_path: Path) -> None:
         ({"on_alarm": 3}, TypeError, "on_alarm must be a function"),
         ({"updates": "all"}, ValueError, "updates must be 'sampled', True or False, got 'all'"),
         ({"activations": ["head", "nope"]}, ValueError, "activations must be .*, got 'nope'"),
+        ({"activations": None}, ValueError, "activations must be .*, got None"),
         ({"rms_of": ["nope"]}, ValueError, "rms_of must be .*, got 'nope'"),
         ({"formats": ["e9m9"]}, ValueError, "formats must be .*, got 'e9m9'"),
         ({"scaler": 3}, TypeError, "scaler must be a torch.amp.GradScaler"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterator
@@ -108,6 +109,39 @@ def test_a_step_with_a_closure_is_judged_by_its_own_gradients() -> None:
     loop = changed(closure=False)
     assert {change.what for change in loop} >= {"v"}
     assert changed(closure=True) == loop
+
+
+@pytest.mark.parametrize("other", ["watch", "switch"])
+def test_others_that_measure_change_nothing(other: str) -> None:
+    def changed(other: str = "") -> list[Change]:
+        model = small()
+        optimizer = AdamW(model.named_parameters(), lr=1e-4, weights="plain")
+        adapt = Adapt(model, optimizer, every=3)
+        with ng.gauges.watch(model, optimizer, every=2) if other == "watch" else contextlib.nullcontext() as watch:
+            for _, x in zip(range(12), batches(model), strict=False):
+                if other == "switch":
+                    optimizer.gauges = False
+                train(model, optimizer, 1, iter([x]))
+        if watch is not None:
+            changes = [row for row in watch.rows() if row["kind"] == "storages"]
+            assert [(row["step"], {*row["parameters"]}) for row in changes] == [
+                (10, {c.name for c in adapt.changes})
+            ]
+        return adapt.changes
+
+    assert changed(other) == changed()
+    assert {change.step for change in changed()} == {9}
+
+
+def test_a_parameter_that_is_added_later_is_judged_too() -> None:
+    model = small()
+    optimizer = AdamW(model.named_parameters(), lr=1e-4, weights="plain")
+    adapt = Adapt(model, optimizer, every=1, states_every=1)
+    train(model, optimizer, 3, batches(model))
+    model.append(nn.LayerNorm(64).bfloat16())
+    optimizer.add_param_group({"params": [(f"4.{name}", p) for name, p in model[4].named_parameters()]})
+    train(model, optimizer, 3, batches(model))
+    assert changes(adapt)["4.weight", "weights"] == ("plain", "split8")
 
 
 def test_the_quality_of_a_long_moment_is_that_of_some_of_its_blocks() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge import recipes
+from narrowgauge.linear import LowPrecisionLinear, hold_activations, swap_linears
 
 
 class GainNorm(nn.Module):
@@ -31,6 +33,35 @@ def network() -> nn.Sequential:
         nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64), GainNorm(64), nn.Linear(64, 64),
         nn.GroupNorm(4, 64), nn.Linear(64, 64),
     )  # fmt: skip
+
+
+def test_another_recipe_takes_away_what_the_first_one_added() -> None:
+    """Plans and norms in fp32 that a recipe gave; plans of the user's own stay."""
+    layered = dataclasses.replace(recipes.get("adamw8bit-split8"), name="layered", linear="SWITCHBACK:int8")
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 64))
+    own = swap_linears(model[3], "LLM_INT8", keep=()).plan
+    x = torch.randn(8, 64)
+    layered.apply(model, lr=1e-3, keep_fp32="norms")
+    planned = [module for module in model if isinstance(module, LowPrecisionLinear)]
+    layered.apply(model, lr=1e-3, keep_fp32="norms")  # again: nothing changes
+    assert (
+        [module for module in model if isinstance(module, LowPrecisionLinear)] == planned == [*model[::2], model[3]]
+    )
+    assert model(x.bfloat16()).dtype == torch.bfloat16
+
+    copied = copy.deepcopy(model)
+    hold_activations(copied)
+    with pytest.raises(ValueError, match="first undo what was applied to it since"):
+        recipes.get("bf16").apply(copied, lr=1e-3)
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        recipes.get(name).apply(model, lr=1e-3)
+        assert {type(module) for module in model[:3]} == {nn.Linear, nn.LayerNorm}
+        assert model[3].plan == own
+        assert model(x.to(dtype)).dtype == model[1].weight.dtype == dtype
+    made = nn.functional.layer_norm(
+        nn.functional.linear(x, model[0].weight, model[0].bias), (64,), *model[1].parameters()
+    )
+    torch.testing.assert_close(model[:3](x), nn.functional.linear(made, *model[2].parameters()), rtol=0, atol=0)
 
 
 def test_running_statistics_are_those_of_fp32() -> None:

@@ -131,6 +131,7 @@ class History:
         self.memo: dict[str, Any] = {}
         self._groups: dict[str, Mapping[str, Any]] = {}
         self.weights: dict[str, str] = {}
+        self._changed: dict[str, int] = {}
         self.second_moments: dict[str, str] = {}
         self._columns: dict[tuple[str, str, str], tuple[array[int], array[float]]] = {}
         self._names: dict[str, dict[str, None]] = {}
@@ -162,6 +163,9 @@ class History:
         if kind == "adapted":
             self.adapted.append(_shown(record))
             return
+        if kind == "storages":
+            self._change(step, record.get("parameters"))
+            return
         if kind == "missing":
             self._add_missing(_shown(record))
             return
@@ -186,6 +190,19 @@ class History:
         for group in _groups_of(header):
             self._groups |= dict.fromkeys(group["parameters"], group)
         self.weights, self.second_moments = storages(header), storages(header, "v")
+
+    def _change(self, step: int, changed: object) -> None:
+        """Take in that parameters have other storages since a step; `changed` has them by parameter and slot."""
+        for name, own in changed.items() if isinstance(changed, Mapping) else ():
+            if isinstance(own, Mapping) and isinstance(name, str):
+                found = {slot: storage for slot, storage in own.items() if isinstance(storage, str)}
+                self.weights |= {name: found["weights"]} if "weights" in found else {}
+                self.second_moments |= {name: found["v"]} if "v" in found else {}
+                self._changed[_shown(name)] = step
+
+    def changed(self, name: str) -> int:
+        """The step after which a tensor's storages, or with "" any tensor's, were last changed; 0 if never."""
+        return self._changed.get(name.split(" [")[0], 0) if name else max(self._changed.values(), default=0)
 
     def _add_numbers(self, key: tuple[str, str], prefix: str, step: int, values: Record) -> None:
         for field, value in values.items():

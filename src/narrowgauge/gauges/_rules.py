@@ -140,10 +140,13 @@ def _medians(
     threshold: float | None = None,
     names: Sequence[str] | None = None,
 ) -> dict[str, Evidence]:
-    """By tensor the median over the later half of its measurements; without those measured fewer than 3 times."""
+    """By tensor the median over the later half of its measurements; without those measured fewer than 3 times.
+
+    Measurements before a change of the tensor's storages do not count.
+    """
     found = {}
     for name in history.names(kind) if names is None else names:
-        series = history.series(kind, field, name)
+        series = history.series(kind, field, name).since(history.changed(name) + 1)
         late = _later_half(series).finite
         if len(series.steps) >= MIN_MEASUREMENTS and len(late.steps):
             found[name] = Evidence(quantity or field, name, int(late.steps[-1]), _median(late), threshold)
@@ -349,8 +352,9 @@ def float8_losses(history: History, kind: str, noun: str) -> Finding | None:
 def coarse_states(history: History) -> Finding | None:
     """Quantized moments that are far from the exact ones."""
     errors = _medians(history, "state", "relative_norm", "relative error of the state", STATE_ERROR)
+    fed_back = _medians(history, "state", "fed_back")  # to the weight, so that the step loses nothing
     zeros = _medians(history, "state", "flushed", "share of the state rounded to zero", FLUSHED)
-    evidence = [e for e in errors.values() if e.value >= STATE_ERROR]
+    evidence = [e for e in errors.values() if e.value >= STATE_ERROR and e.name not in fed_back]
     evidence += [e for e in zeros.values() if e.value >= FLUSHED and e.name.endswith("[v]")]
     if not evidence:
         return None

@@ -66,7 +66,7 @@ class RecipeFactory:
             raise ValueError(f"keep must be None without linear, got {keep!r}")
         chosen = recipes.get(recipe) if isinstance(recipe, str) else recipe
         plan = named_plan(linear) if isinstance(linear, str) else linear
-        if plan is not None and chosen.plans_layers:
+        if plan is not None and chosen.layer_plans:
             raise ValueError(
                 f"linear must be None with recipe {chosen.name!r}, which has plans of layers, got {plan.title}"
             )

@@ -22,6 +22,7 @@ class PlannedModule(nn.Module):
     """Base of the layers with a plan."""
 
     plan: LinearPlan
+    of_recipe = False  # whether `Recipe.apply` gave it the plan, which the next recipe takes away again
     WEIGHT: ClassVar[str] = "weight"  # the name of the parameter that is multiplied
     AVERAGES: ClassVar[tuple[int, ...]] = (3,)  # the shape of the moving averages, for plans with averages
 
@@ -43,6 +44,7 @@ class PlannedModule(nn.Module):
         """Undo `set_plan`."""
         self._drop_averages()
         del self.plan
+        vars(self).pop("of_recipe", None)
 
     def _drop_averages(self) -> None:
         self._buffers.pop(_AVERAGES, None)

@@ -328,6 +328,15 @@ def former_class(layer: PlannedModule) -> type[nn.Module] | None:
     return type(f"Parametrized{former.__name__}", (former,), own)
 
 
+def restore(layer: PlannedModule) -> bool:
+    """Make a layer with a plan what it was; False, and nothing done, if its forward pass is another than ours."""
+    former = former_class(layer)
+    if former is not None:
+        layer.remove_plan()
+        layer.__class__ = former  # type: ignore[assignment]
+    return former is not None
+
+
 def _experts(model: nn.Module) -> dict[str, str]:
     """The weights that a mixture of experts, as transformers has them, multiplies by without layers."""
     return {

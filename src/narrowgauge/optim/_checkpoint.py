@@ -113,6 +113,8 @@ def read_checkpoint(
     wanted, got = ([str(len(group["params"])) for group in groups] for groups in (live, saved))
     if wanted != got:
         one = "; recipe.apply(..., decay_all=True) makes one group" if len(got) == 1 < len(wanted) else ""
+        if not one and sum(map(int, wanted)) == sum(map(int, got)):
+            one = "; recipes in bf16 have fp32 parameters, such as those of batch norms, in groups of their own"
         raise ValueError(
             f"state_dict: parameter groups must have {listed(wanted)} parameters, got {listed(got) or 'none'}: "
             f"make the optimizer with the groups that were saved{one}"

@@ -121,6 +121,7 @@ class QuantizedMoment:
         exact: float32, in the parameter's shape, or flat if it is a sample.
         codes: uint8, in the same shape, one a byte.
         kept: what the codes stand for, float32, in the same shape.
+        fed_back: whether the weight is given what storing the moment loses.
         correction: the bias correction that the equation divides the moment by; 1 without one.
         eps: what the equation adds to the root of the second moment; None in rules without bias correction.
     """
@@ -130,6 +131,7 @@ class QuantizedMoment:
     exact: Tensor
     codes: Tensor
     kept: Tensor
+    fed_back: bool
     correction: Scalar
     eps: float | None
 
@@ -148,7 +150,9 @@ def preview(
         inverse: the inverse loss scale that the step multiplies gradients by; None without one.
         sample: gives the items of a tensor in a sample of whole blocks; not used for rules with sums over a tensor.
     """
-    plan, p, _, scalars, moments, new = _computed(view, inverse, sample)
+    plan, p, read, scalars, moments, new = _computed(view, inverse, sample)
+    feeds = any(slot.storage.error_feedback for slot in plan.slots) and not plan.strict
+    effect = plan.rule.remaining_effect(read.arithmetic, read.weight, moments, scalars) if feeds else {}
     corrections = {"m": scalars.get("correction1", 1.0), "v": scalars.get("correction2", 1.0)}
     return [
         QuantizedMoment(
@@ -157,6 +161,7 @@ def preview(
             exact=moments[slot.slot.name],
             codes=slot.storage.codes(slot.tensors(new), p.shape),
             kept=slot.decode(new, p.shape),
+            fed_back=slot.storage.error_feedback and slot.slot.name in effect,
             correction=corrections.get(slot.slot.name, 1.0),
             eps=float(scalars["eps"]) if "correction1" in scalars else None,
         )

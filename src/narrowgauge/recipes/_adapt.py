@@ -138,8 +138,8 @@ class Adapt:
         self.step, self.changes = 0, list[Change]()
         self._optimizer = optimizer
         self.say: Callable[[Change], object] = say or (lambda change: LOG.warning("%s", change))
-        bare = unwrap_model(model)
-        self._parameters: dict[str, Tensor] = {clean_name(n): p for n, p in bare.named_parameters()}
+        self._model = bare = unwrap_model(model)
+        self._parameters = self._named()
         kinds = (LowPrecisionLinear, LowPrecisionConv1D)
         self._layers = {clean_name(n): m for n, m in bare.named_modules() if isinstance(m, kinds)}
         self._recent: dict[Key, list[float]] = {}
@@ -157,6 +157,9 @@ class Adapt:
         self._handles.clear()
         self._optimizer.gauges = self._setting
 
+    def _named(self) -> dict[str, Tensor]:
+        return {clean_name(name): p for name, p in self._model.named_parameters()}
+
     def _due(self, every: int) -> bool:
         """Whether the next step measures."""
         return (self.step + 1) % every == 0
@@ -170,6 +173,8 @@ class Adapt:
     @torch.no_grad()
     def _before_step(self) -> None:
         """Measure moments; their exact values are gone after the step."""
+        if self._due(self.every):  # whoever else measures may have switched the gauges off
+            self._optimizer.gauges = True
         if not self._due(self.states_every):
             return
         for name, p in self._parameters.items():
@@ -181,6 +186,8 @@ class Adapt:
         if capturing():
             return
         weights, states = self._due(self.every), self._due(self.states_every)
+        if weights or states:
+            self._parameters = self._named()  # some may be new
         if weights:
             names = {p: name for name, p in self._parameters.items()}
             for ps, rows in self._optimizer.measured():

@@ -162,8 +162,9 @@ def _other_plan(how: Computed | None) -> str:
 
 
 def _named(names: Sequence[str], count: int) -> str:
-    """The first name, without its beginning if it is long, and how many there are."""
-    first = names[0] if len(names[0]) <= _NAME else f"…{names[0][-_NAME:]}"
+    """The first name, without its middle if it is long, and how many there are."""
+    first, half = names[0], _NAME // 2
+    first = first if len(first) <= _NAME else f"{first[:half]}…{first[-half:]}"
     return first if count == 1 else f"{first} ({count})"
 
 

@@ -12,7 +12,7 @@ float argument. Two hooks do that, so it holds for torch's norms on every device
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -147,13 +147,26 @@ def kept_layers(model: nn.Module, keep_fp32: str | Iterable[str]) -> dict[nn.Mod
     return layers
 
 
-def compute_in_fp32(layers: Iterable[nn.Module]) -> None:
-    """Have layers widen their float arguments to float32, and give their results in the dtype that came."""
-    for module in layers:
-        if not any(isinstance(getattr(h, "__self__", None), _InFp32) for h in module._forward_hooks.values()):
-            hooks = _InFp32()
-            module.register_forward_pre_hook(hooks.before, with_kwargs=True)
-            module.register_forward_hook(hooks.after)
+def compute_in_fp32(model: nn.Module, layers: Collection[nn.Module]) -> None:
+    """Have layers widen their float arguments to float32, and give their results in the dtype that came.
+
+    The model's other layers stop doing that.
+    """
+    for module in model.modules():
+        hooks = (module._forward_pre_hooks, module._forward_hooks)
+        ours = [[key for key, hook in of.items() if _is_of_fp32(hook)] for of in hooks]
+        if module in layers and not any(ours):
+            made = _InFp32()
+            module.register_forward_pre_hook(made.before, with_kwargs=True)
+            module.register_forward_hook(made.after)
+        if module not in layers:
+            for of, keys in zip(hooks, ours, strict=True):
+                for key in keys:
+                    del of[key]
+
+
+def _is_of_fp32(hook: Any) -> bool:
+    return isinstance(getattr(hook, "__self__", None), _InFp32)
 
 
 class _InFp32:

@@ -18,6 +18,7 @@ from torch import nn
 from narrowgauge._arguments import Size, check
 from narrowgauge._files import write_whole
 from narrowgauge._text import warn
+from narrowgauge.linear import LinearPlan
 from narrowgauge.linear._swap import swap_named
 from narrowgauge.optim._changes import KEPT
 from narrowgauge.optim._groups import named
@@ -91,8 +92,8 @@ class FittedRecipe(Recipe):
         ]
 
     @property
-    def plans_layers(self) -> bool:
-        return bool(self.layers)
+    def layer_plans(self) -> tuple[LinearPlan, ...]:
+        return tuple(layer.chosen.plan for layer in self.layers)
 
     def swap_layers(self, model: nn.Module) -> None:
         try:

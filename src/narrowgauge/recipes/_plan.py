@@ -237,7 +237,7 @@ def plan_memory(
         check_choice("hold_activations", hold_activations, tuple(FORMATS))
     _refuse_offload(offload, gpus, parallel, accumulate)
     for one in found:
-        if layers is not None and one.plans_layers:
+        if layers is not None and one.layer_plans:
             refused = f"linear must be None with recipe {one.name!r}, which has plans of layers"
             raise ValueError(f"{refused}, got {layers.title}")
         if isinstance(one, FittedRecipe) and is_integer(model):

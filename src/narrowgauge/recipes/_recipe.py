@@ -20,7 +20,7 @@ from narrowgauge._arguments import FloatDtype, check
 from narrowgauge.linear import LinearPlan, named_plan, swap_linears, to_float8_weights
 from narrowgauge.linear._float8_weights import weight_formats
 from narrowgauge.linear._module import PlannedModule
-from narrowgauge.linear._swap import ADAPTERS, KEEP, output_heads
+from narrowgauge.linear._swap import ADAPTERS, KEEP, is_held, output_heads, restore
 from narrowgauge.optim import AdamW, NarrowOptimizer
 from narrowgauge.optim._changes import KEPT
 from narrowgauge.optim._groups import parted
@@ -108,9 +108,9 @@ class Recipe:
         return [(self.weights, self.states, 1.0)]
 
     @property
-    def plans_layers(self) -> bool:
-        """Whether the recipe has plans of linear layers; then no other plan goes with it."""
-        return self.linear is not None
+    def layer_plans(self) -> tuple[LinearPlan, ...]:
+        """The plans of linear layers that the recipe has; if any, no other plan goes with it."""
+        return (self.linear,) if isinstance(self.linear, LinearPlan) else ()
 
     @property
     def float8_plan(self) -> LinearPlan | None:
@@ -240,11 +240,25 @@ class Recipe:
         narrow = self.dtype.itemsize < torch.float32.itemsize  # a wide recipe widens statistics too
         if narrow:
             warn_of_statistics(model)
-        self.swap_layers(model)
+        self._replan(model)
         cast(model, self.dtype, wide)
-        if narrow:
-            compute_in_fp32(kept)
+        compute_in_fp32(model, kept if narrow else ())
         return self._make(around, self._stored(groups), self.weights, self.states, options)
+
+    def _replan(self, model: nn.Module) -> None:
+        """Take away the plans that another recipe gave to layers, and give this one's."""
+        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, PlannedModule)}
+        for name, layer in layers.items():
+            if layer.of_recipe and layer.plan not in self.layer_plans and (is_held(layer) or not restore(layer)):
+                raise ValueError(
+                    f"model must have layers that can lose the plan of the recipe before, got {name!r}: first undo "
+                    "what was applied to it since, such as hold_activations or a parametrization"
+                )
+        before = set(layers.values())
+        self.swap_layers(model)
+        for module in model.modules():
+            if isinstance(module, PlannedModule) and module not in before:
+                module.of_recipe = True
 
     def check_arguments(self, lr: float | None = None, **optimizer_arguments: Any) -> None:
         """Refuse what `apply` would refuse of the optimizer's arguments, without a model."""

@@ -13,7 +13,7 @@ from narrowgauge._module_names import unwrap_optimizer
 from narrowgauge._text import warn
 from narrowgauge.linear._hold import release
 from narrowgauge.linear._module import PlannedModule
-from narrowgauge.linear._swap import former_class
+from narrowgauge.linear._swap import restore
 from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.optim._checkpoint_foreign import export_to_torch, namesake_of
 from narrowgauge.optim._sharding import is_shared
@@ -61,15 +61,11 @@ def to_torch(model: Model, optimizer: torch.optim.Optimizer) -> tuple[Model, tor
     wide.zero_grad()
     release(wide.modules())
     for name, layer in wide.named_modules():
-        if isinstance(layer, PlannedModule):
-            former = former_class(layer)
-            if former is None:
-                raise ValueError(
-                    f"model must have layers with a plan that torch has a class for; {name!r} is a "
-                    f"{type(layer).__name__}, which has a forward of its own"
-                )
-            layer.remove_plan()
-            layer.__class__ = former  # type: ignore[assignment]
+        if isinstance(layer, PlannedModule) and not restore(layer):
+            raise ValueError(
+                f"model must have layers with a plan that torch has a class for; {name!r} is a "
+                f"{type(layer).__name__}, which has a forward of its own"
+            )
     weights = optimizer.full_weights()
     if strangers := [optimizer.plan_of(p).name for p in weights if id(p) not in copied]:
         raise ValueError(f"model must be the one that the optimizer trains; {strangers[0]} is not in it")

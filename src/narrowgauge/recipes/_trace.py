@@ -197,8 +197,8 @@ class Traced:
                     torch.autograd.backward(loss)
             except RuntimeError as error:  # kernels that have no stand-in without memory, mostly
                 raise ValueError(
-                    f"model must run on the meta device, got a {type(self.model).__name__} whose step fails there: "
-                    f"{error}"
+                    f"model must run on the meta device, got a {type(self.model).__name__} whose step fails there "
+                    f"(batch {batch}, sequence {sequence}): {error}"
                 ) from error
             for p in self.model.parameters():
                 if p.grad is not None:

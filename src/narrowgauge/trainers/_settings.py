@@ -177,7 +177,7 @@ class TrainSettings:
         recipe = self.chosen
         for name in recipe.settings.keys() & {"lr", "decay_all", *self.hyperparameters}:
             raise SettingsError(f"--recipe must not set {name}, which has a flag, got {self.recipe!r}, which does")
-        if recipe.plans_layers and self.linear != "none":
+        if recipe.layer_plans and self.linear != "none":
             raise SettingsError(
                 f"--linear must be none with --recipe {self.recipe}, which has plans of layers, got {self.linear!r}"
             )

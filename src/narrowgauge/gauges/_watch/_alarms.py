@@ -77,6 +77,10 @@ class Alarms:
     def _found(self, record: Record) -> list[Record]:
         kind, step, name = record["kind"], record["step"], record.get("name", "")
         found: list[Record] = []
+        if kind == "storages":
+            for changed, own in record["parameters"].items():
+                self._lost.pop(changed, None)
+                (self._random.add if own.get("weights") == STOCHASTIC else self._random.discard)(changed)
         if kind == "skips":
             found.append({**record, "kind": "nonfinite", "of": SKIPPED, "name": ""})
         if kind == "step" and record["loss"] is not None:

@@ -83,7 +83,9 @@ class MomentPreview:
         for moment in self._moments:
             error = quantization_error(moment.exact, moment)
             table = torch.where(taken, torch.cat([error.usage, error.sums]), 0.0)
-            parts.append(Part(table, partial(_record, self._step, self._name, moment.slot, moment.format)))
+            about = {"slot": moment.slot, "format": moment.format}
+            about |= {"fed_back": 1} if moment.fed_back else {}
+            parts.append(Part(table, partial(_record, self._step, self._name, about)))
         by_slot = {moment.slot: moment for moment in self._moments}
         if by_slot.keys() == {"m", "v"} and by_slot["m"].eps:
             table = torch.where(taken, _map(by_slot["m"], by_slot["v"], self._elements), 0.0)
@@ -91,13 +93,13 @@ class MomentPreview:
         return parts
 
 
-def _record(step: int, name: str, slot: str, form: str, table: Tensor) -> list[Record]:
+def _record(step: int, name: str, about: Record, table: Tensor) -> list[Record]:
     error = QuantizationError(table[:CODES], table[CODES:])
     if not error.usage.any():
         return []
     return [
         {
-            "kind": "state", "step": step, "name": name, "slot": slot, "format": form,
+            "kind": "state", "step": step, "name": name, **about,
             "mean_absolute": error.mean_absolute, "relative_norm": error.relative_norm, "flushed": error.flushed,
             "usage": error.usage.to(torch.int64).tolist(),
         }

@@ -127,6 +127,8 @@ def watched_modules(model: nn.Module, wanted: bool | Iterable[str]) -> dict[str,
 
 def _chosen(must: str, wanted: Iterable[str], known: Mapping[str, Any]) -> list[str]:
     """Names that the user chose, each once."""
+    if not isinstance(wanted, Iterable):
+        raise ValueError(f"{must}, got {wanted!r}")
     chosen = list(dict.fromkeys([wanted] if isinstance(wanted, str) else wanted))
     unknown = [name for name in chosen if name not in known]
     if unknown:
@@ -205,6 +207,12 @@ def header(
         "apart": [name for p, name in names.items() if p.requires_grad and name not in all_owned],
         "low_precision": {clean_name(name): found for name, m in model.named_modules() if (found := _formats(m))},
     }  # fmt: skip
+
+
+def changed_storages(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, str]]:
+    """The storages of single parameters that were changed since the optimizer was made, by parameter and slot."""
+    groups = [group.get("storages", {}) for group in optimizer.param_groups]
+    return {name: dict(own) for of in groups for name, own in of.items()}
 
 
 def _second_moments(

@@ -40,7 +40,7 @@ from narrowgauge.gauges._watch._features import Hook, loss_in
 from narrowgauge.gauges._watch._measurements import Measurements
 from narrowgauge.gauges._watch._ranks import Message, Part, Ranks
 from narrowgauge.gauges._watch._sink import RecordSink
-from narrowgauge.gauges._watch._sources import Sources, header, parameters_of
+from narrowgauge.gauges._watch._sources import Sources, changed_storages, header, parameters_of
 from narrowgauge.gauges._watch._step_records import LossScaleHistory, StepRows
 from narrowgauge.gauges._watch._update_stats import Updates
 
@@ -179,6 +179,7 @@ class Watch:
         self._ranks = Ranks.all() if self._together else Ranks()
         inner, names = unwrap_model(self._model), self._measurements.names
         self._sink.open(header(inner, self._optimizer, self._sources, names), self._ranks.first)
+        self._changed = changed_storages(self._optimizer)
         _WATCHED.add(self._optimizer)
         self._open = True
         self._handles = [
@@ -324,9 +325,19 @@ class Watch:
         if found or (home.type == "cpu" and self._ranks.group is None):
             self._send(found)
         self._measurements.expect(step + 1)
+        if found:
+            self._record_changes(step)
         while self._messages and self._messages[0].arrived:
             self._read_first()
         self._sink.notify()
+
+    def _record_changes(self, step: int) -> None:
+        """Record the parameters whose storages are others than at the last measurement."""
+        now = changed_storages(self._optimizer)
+        changed = {name: own for name, own in now.items() if self._changed.get(name) != own}
+        if changed and self._ranks.first:
+            self._submit([{"kind": "storages", "step": step, "parameters": changed}])
+        self._changed = now
 
     def _send(self, found: Sequence[Part]) -> None:
         """Send the waiting steps, and the tables of the present one."""
