@@ -26,7 +26,7 @@ from narrowgauge import linear, recipes
 from narrowgauge.distributed import CPUOffload
 from narrowgauge.linear._swap import output_heads
 from narrowgauge.nn import add_patch_dropout
-from narrowgauge.recipes._losses import class_loss, pair_loss
+from narrowgauge.recipes._losses import class_loss, contrast, pair_rows
 from narrowgauge.recipes._trace import enable_checkpointing, from_config
 from narrowgauge.trainers._image_models import (
     IMAGE_PRESETS,
@@ -181,7 +181,9 @@ def loss_of(row: Row, model: Any, generator: torch.Generator) -> Tensor:
 
     if config.model_type == "clip":
         words = config.text_config.vocab_size
-        return pair_loss(model, images(config.vision_config.image_size), integers(words, row.batch, row.sequence))
+        captions = integers(words, row.batch, row.sequence)
+        rows = pair_rows(model, images(config.vision_config.image_size), captions)
+        return contrast(rows, slice(None), model.get_parameter("logit_scale"))
     if config.model_type == "vit":
         return class_loss(model, images(config.image_size), integers(config.num_labels, row.batch))
     return next_token_loss(model, integers(config.vocab_size, row.batch, row.sequence + 1))

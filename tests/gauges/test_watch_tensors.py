@@ -26,13 +26,13 @@ BF16 = torch.bfloat16
 
 def same(row: dict[str, Any], *calls: Tensor, formats: Any = FORMATS) -> None:
     """A record is what `feature_stats` says of the tensors."""
-    wanted = FeatureStats.total([feature_stats(x, formats) for x in calls]).as_record()
-    for key in ("elements", "nonfinite"):
-        assert row[key] == wanted[key]
-    assert row["absmax"] == pytest.approx(wanted["absmax"], rel=1e-8)
-    assert row["mean"] == pytest.approx(wanted["mean"], rel=1e-6)
-    for name, shares in wanted["formats"].items():
-        assert row["formats"][name] == pytest.approx(shares, abs=1e-8, nan_ok=True), name
+    wanted = FeatureStats.total([feature_stats(x, formats) for x in calls])
+    assert (row["elements"], row["nonfinite"]) == (wanted.elements, wanted.nonfinite)
+    assert row["absmax"] == pytest.approx(wanted.peak, rel=1e-8)
+    assert row["mean"] == pytest.approx(wanted.mean_magnitude, rel=1e-6)
+    assert row["formats"].keys() == wanted.losses.keys()
+    for name, loss in wanted.losses.items():
+        assert row["formats"][name] == pytest.approx(vars(loss), abs=1e-8, nan_ok=True), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16, torch.float64])
@@ -54,12 +54,12 @@ def test_tables_are_feature_stats_of_every_tensor(dtype: torch.dtype) -> None:
 def test_shares_of_long_tensors_are_those_of_a_sample() -> None:
     x = torch.randn(20 * LONG, generator=torch.Generator().manual_seed(0)) * 1e-2
     (row,) = as_records("gradient", ["x"], every := targets(["e4m3", "int8"]), 1)(table_of([x], every, Sample(5)))
-    wanted = feature_stats(x, every).as_record()
-    for key in ("elements", "nonfinite", "absmax"):
-        assert row[key] == pytest.approx(wanted[key], rel=1e-9)
+    wanted = feature_stats(x, every)
+    assert (row["elements"], row["nonfinite"]) == (wanted.elements, wanted.nonfinite)
+    assert row["absmax"] == pytest.approx(wanted.peak, rel=1e-9)
     for name in ("e4m3", "int8"):
-        assert row["formats"][name] != wanted["formats"][name]
-        assert row["formats"][name]["underflow"] == pytest.approx(wanted["formats"][name]["underflow"], rel=0.05)
+        assert row["formats"][name] != vars(wanted.losses[name])
+        assert row["formats"][name]["underflow"] == pytest.approx(wanted.losses[name].underflow, rel=0.05)
 
 
 def test_gradients_are_those_that_the_optimizer_sees() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pictured import class_folder, csv_pairs
 from torch import nn
 
-from narrowgauge.recipes._losses import contrast, contrastive_loss, normalized, unit_pairs
+from narrowgauge.recipes._losses import contrast, normalized, unit_pairs
 from narrowgauge.trainers import DataError, TrainSettings
 from narrowgauge.trainers._captions import learned_captions, read_captions
 from narrowgauge.trainers._data import open_task
@@ -46,13 +46,14 @@ def test_the_loss_in_float64(n: int, width: int, scale: float, seed: int) -> Non
     cosines = math.exp(scale) * units[0] @ units[1].T
     own = cosines.diagonal()
     wanted = ((cosines.logsumexp(1) - own).mean() + (cosines.logsumexp(0) - own).mean()) / 2
-    found = contrastive_loss(images, texts, torch.tensor(scale))
+    found = contrast(unit_pairs(images, texts), slice(None), torch.tensor(scale))
     assert found.dtype == torch.float32
     assert found.item() == pytest.approx(wanted.item(), rel=1e-4, abs=1e-4)
-    assert contrastive_loss(texts, images, torch.tensor(scale)).item() == pytest.approx(found.item(), abs=1e-5)
+    turned = contrast(unit_pairs(texts, images), slice(None), torch.tensor(scale))
+    assert turned.item() == pytest.approx(found.item(), abs=1e-5)
     # Of features lengths do not matter, and pairs may stand in any order.
     order = torch.randperm(n, generator=draw)
-    again = contrastive_loss(8 * images[order], texts[order] / 4, torch.tensor(scale))
+    again = contrast(unit_pairs(8 * images[order], texts[order] / 4), slice(None), torch.tensor(scale))
     assert again.item() == pytest.approx(found.item(), abs=1e-4)
 
 
@@ -65,7 +66,7 @@ def test_equal_shares_have_the_loss_and_gradients_of_all(shares: int, each: int,
     assert pairs.detach().view(-1, 2, 5).norm(dim=2).sub(1).abs().max() < 1e-6
     rows = [slice(n * each, (n + 1) * each) for n in range(shares)]
     mean = torch.stack([contrast(pairs, some, logit_scale) for some in rows]).mean()
-    whole = contrastive_loss(images, texts, logit_scale)
+    whole = contrast(unit_pairs(images, texts), slice(None), logit_scale)
     torch.testing.assert_close(mean, whole, rtol=1e-5, atol=1e-5)
     for one, two in zip(torch.autograd.grad(mean, leaves), torch.autograd.grad(whole, leaves), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)

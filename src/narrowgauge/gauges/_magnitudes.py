@@ -124,16 +124,6 @@ class FeatureStats:
         """What each format would lose, by its name."""
         return {name: self._loss(index) for index, name in enumerate(self.formats)}
 
-    def as_record(self) -> dict[str, Any]:
-        """The values as records have them: ``mean`` is that of |x|, ``formats`` has the shares of `FormatLoss`."""
-        return {
-            "elements": self.elements,
-            "nonfinite": self.nonfinite,
-            "absmax": self.peak,
-            "mean": self.mean_magnitude,
-            "formats": {name: vars(loss) for name, loss in self.losses.items()},
-        }
-
     def _per_finite(self, total: float) -> float:
         finite = self.elements - self.nonfinite
         return total / finite if finite else math.nan

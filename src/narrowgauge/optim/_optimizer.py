@@ -89,6 +89,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
     refusals: ClassVar[Mapping[str, str | None]] = {}
     writes_weights: ClassVar[bool] = False  # whether more than a step writes to parameters
     _made = True  # so are copies, without __init__
+    default_states: ClassVar[str | Mapping[str, str]] = "fp32"
     identity: ClassVar[tuple[str, ...]] = ()  # options without which the name would lie: no checkpoint changes them
     by_rule: ClassVar[dict[str, type[NarrowOptimizer]]] = {}  # the optimizers whose rules a group may name
 
@@ -108,8 +109,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if "__init__" in cls.__dict__:
-            show_options(cls.__init__)
+        show_options(cls)
         if "rule" in cls.__dict__:
             if isinstance(cls.rule, type):
                 raise TypeError(f"rule must be a rule, got the class: write rule = {cls.rule.__name__}()")

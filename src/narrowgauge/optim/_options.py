@@ -9,7 +9,7 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, get_type_hints
 
 import torch
@@ -81,6 +81,11 @@ class Options(TypedDict, total=False):
 
 
 _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
+
+# The states of the optimizers whose names end in 8bit. Where gradients of one block differ in scale, as an
+# embedding's do, the paper's codes ("8bit", bitsandbytes') lose small second moments, and training is no longer
+# that of 32-bit states (docs/studies/bytes_and_loss.md).
+EIGHT_BIT = "log8"
 
 _DEFAULTS: dict[str, Any] = {
     "weights": "auto",
@@ -163,7 +168,8 @@ def with_defaults(of: type, options: Mapping[str, Any]) -> dict[str, Any]:
                 hint = f": {_INSTEAD[option]}"
             raise TypeError(f"{of.__name__}() got an unexpected keyword argument {option!r}{hint}")
     given = dict(options)
-    if isinstance(given.get("states"), Mapping):
+    given.setdefault("states", of.default_states)  # type: ignore[attr-defined]
+    if isinstance(given["states"], Mapping):
         given["states"] = dict(given["states"])
     return {**_DEFAULTS, **given}
 
@@ -208,9 +214,9 @@ def _hints() -> dict[str, Any]:
     return get_type_hints(Options)
 
 
-def show_options(init: Callable[..., None]) -> None:
-    """Let `help` and `inspect.signature` show the shared options where a signature says ``**options``."""
-    signature = inspect.signature(init)
+def show_options(cls: Any) -> None:
+    """Let `help` and `inspect.signature` show the shared options of an optimizer, with its default of `states`."""
+    signature = inspect.signature(cls.__init__)
     *own, last = signature.parameters.values()
     if last.kind is last.VAR_KEYWORD and all(parameter.kind is not parameter.VAR_POSITIONAL for parameter in own):
         hints = _hints()
@@ -219,7 +225,13 @@ def show_options(init: Callable[..., None]) -> None:
             for name, default in _DEFAULTS.items()
             if name not in signature.parameters
         ]
-        init.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
+        signature = signature.replace(parameters=[*own, *shared])
+        cls.__init__.__signature__ = signature
+    _, *others = (
+        one.replace(default=cls.default_states) if one.name == "states" else one
+        for one in signature.parameters.values()
+    )
+    cls.__signature__ = signature.replace(parameters=others)
 
 
 def is_real(value: object) -> bool:

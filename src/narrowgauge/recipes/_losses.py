@@ -42,19 +42,12 @@ def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
     return mean, deviation
 
 
-def contrastive_loss(images: Tensor, texts: Tensor, logit_scale: Tensor) -> Tensor:
-    """Mean cross entropy of both directions, a float32 scalar in nats.
+def unit_pairs(images: Tensor, texts: Tensor) -> Tensor:
+    """Features of pairs side by side, each of length one: float32 (n, 2 width).
 
     Args:
         images, texts: features of pairs, (n, width), of any length and float format.
-        logit_scale: logarithm of what cosines are multiplied by; a scalar.
     """
-    pairs = unit_pairs(images, texts)
-    return contrast(pairs, slice(0, len(pairs)), logit_scale)
-
-
-def unit_pairs(images: Tensor, texts: Tensor) -> Tensor:
-    """Features of pairs side by side, each of length one: float32 (n, 2 width); arguments as `contrastive_loss`."""
     with _without_autocast(images.device):
         return torch.cat([F.normalize(of.float(), dim=-1) for of in (images, texts)], dim=1)
 
@@ -64,8 +57,11 @@ def contrast(pairs: Tensor, some: slice, logit_scale: Tensor) -> Tensor:
 
     Args:
         pairs: of all, as `unit_pairs` makes them.
-        some: which rows; of equal shares of all rows the mean is the `contrastive_loss` of all.
-        logit_scale: as there.
+        some: which rows; the mean over equal shares of all rows is that of all.
+        logit_scale: logarithm of what cosines are multiplied by; a scalar.
+
+    Returns:
+        A float32 scalar, in nats.
     """
     with _without_autocast(pairs.device):
         i, t = pairs.chunk(2, dim=1)
@@ -79,12 +75,6 @@ def contrast(pairs: Tensor, some: slice, logit_scale: Tensor) -> Tensor:
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     # A device without memory has no autocast, on or off.
     return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
-
-
-def pair_loss(model: nn.Module, images: Tensor, tokens: Tensor) -> Tensor:
-    """The contrastive loss of a CLIP of transformers: images uint8 (n, 3, height, width), tokens (n, length)."""
-    rows = pair_rows(model, images, tokens)
-    return contrast(rows, slice(0, len(rows)), model.get_parameter("logit_scale"))
 
 
 def pair_rows(model: nn.Module, images: Tensor, tokens: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Tensors kept in narrow formats: expansions, split words, codes with scales; weight and state storages."""
 
 from narrowgauge.kernels._codec import Codec, Word
-from narrowgauge.storage import _factored, _float8_split, _log_states  # noqa: F401  # register theirs
+from narrowgauge.storage import _factored, _log_states  # noqa: F401  # register theirs
 from narrowgauge.storage._blockwise import Quantized, quantize
 from narrowgauge.storage._expansion import (
     fast_two_sum,

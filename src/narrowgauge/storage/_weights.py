@@ -42,6 +42,7 @@ from narrowgauge.formats import FloatFormat, round_with_bits
 from narrowgauge.kernels._codec import KINDS, Codec, Word, disown
 from narrowgauge.storage._blockwise import pack_pairs, unpack_pairs
 from narrowgauge.storage._expansion import grow
+from narrowgauge.storage._float8_weight import Float8Weight, from_words, next_scale, to_words
 
 Noise = Callable[[], Tensor]
 Written = tuple[Tensor, Tensor | None]
@@ -361,18 +362,45 @@ def _finite(low: Tensor, hi: Tensor) -> Tensor:
     return torch.where(torch.isfinite(hi), low, torch.zeros_like(low))
 
 
+class Float8Split8(WeightStorage):
+    """A `Float8Weight`: an e4m3 code and an int8 low word, two bytes in place of bfloat16's two and a low word.
+
+    The parameter has both, the state has neither. The rule sees twelve significant bits. An update is rounded to
+    them stochastically: to nearest, weights would stand still at small learning rates, as weights of bfloat16 do.
+    Eight random bits decide, as for `split4`. Words and scale are described in `_float8_weight`.
+    """
+
+    name = "fp8split8"
+    dtypes = (torch.bfloat16,)
+    rounded = False
+    float8 = True
+    random_bits = 8
+
+    def codec(self, dtype: torch.dtype) -> Codec | None:
+        return Codec(
+            self.name, (Word("low", "int8"),), c="float8_weights.h", needs_random=True, pairs=True, scaled=True
+        )
+
+    def read(self, p: Tensor, low: Tensor | None) -> Tensor:
+        assert isinstance(p, Float8Weight)
+        return from_words(p.codes, p.low, p.scale)
+
+    def add(self, p: Tensor, low: Tensor | None, weight: Tensor, delta: Tensor, noise: Noise) -> Written:
+        assert isinstance(p, Float8Weight)
+        scale = next_scale(p.largest.to(torch.int32), p.scale)
+        codes, lo = to_words(weight + delta, scale, bitwise_left_shift(noise().to(torch.int32), 4) + 8)
+        return Float8Weight(codes, scale, lo), None
+
+
 _STORAGES = {
     storage.name: storage
-    for storage in (WeightStorage(), Kahan(), Expansion(), Split(), Split8(), Split4(), Stochastic(), Master())
-}
+    for storage in (
+        WeightStorage(), Kahan(), Expansion(), Split(), Split8(), Split4(), Stochastic(), Master(), Float8Split8()
+    )
+}  # fmt: skip
 
 # What "auto" means: nothing of an update is lost, for the fewest bytes. float32 has nothing to make up for.
 _AUTO = {torch.float32: "plain", torch.bfloat16: "split8", torch.float16: "kahan"}
-
-
-def add_storage(storage: WeightStorage) -> None:
-    """Make a weight storage of another file known by its name."""
-    _STORAGES[storage.name] = storage
 
 
 def weight_storages() -> tuple[str, ...]:

@@ -139,7 +139,10 @@ def rows_of(measured: Sequence[TensorMeasurement], targets: Sequence[Target]) ->
 def as_records(
     kind: str, names: Sequence[str], targets: Sequence[Target], step: int
 ) -> Callable[[Tensor], list[Record]]:
-    """What makes records of a table on the host, of the tensors with elements: see `FeatureStats.as_record`."""
+    """What makes records of a table on the host, of the tensors with elements.
+
+    ``mean`` is that of magnitudes, ``formats`` has the shares of `FormatLoss`.
+    """
     formats = [target.name for target in targets]
 
     def records(table: Tensor) -> list[Record]:

@@ -41,6 +41,7 @@ class Adafactor(NarrowOptimizer):
     """
 
     rule = rules.ADAFACTOR
+    default_states = "factored"
     refusals: ClassVar[Mapping[str, str | None]] = {
         "lr": "Learning rate should be >= 0 but is",
         "weight_decay": "weight_decay should be >= 0 but is",
@@ -57,7 +58,6 @@ class Adafactor(NarrowOptimizer):
         weight_decay: float = 0.0,
         **options: Unpack[Options],
     ) -> None:
-        options.setdefault("states", "factored")
         hyperparameters = {
             "lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay,
         }  # fmt: skip

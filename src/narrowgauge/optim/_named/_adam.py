@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Unpack
 
 from torch import Tensor
@@ -10,9 +11,8 @@ from torch.optim.optimizer import ParamsT
 
 from narrowgauge import rules
 from narrowgauge._arguments import check_choice, is_number
-from narrowgauge.optim._named._eight_bit import EightBit
 from narrowgauge.optim._optimizer import NarrowOptimizer
-from narrowgauge.optim._options import Options, with_defaults
+from narrowgauge.optim._options import EIGHT_BIT, Options, with_defaults
 
 
 class Adam(NarrowOptimizer):
@@ -322,16 +322,22 @@ class AdEMAMix(NarrowOptimizer):
             raise ValueError(f"betas[2] must be above 0 with t_beta3, got {group['betas'][2]!r}")
 
 
-class Adam8bit(EightBit, Adam):
+class Adam8bit(Adam):
     """Adam with 8-bit states: both moments in `log8`. Takes all of Adam's arguments."""
 
+    default_states = EIGHT_BIT
 
-class AdamW8bit(EightBit, AdamW):
+
+class AdamW8bit(AdamW):
     """AdamW with 8-bit states: both moments in `log8`. Takes all of AdamW's arguments."""
 
+    default_states = EIGHT_BIT
 
-class LAMB8bit(EightBit, LAMB):
+
+class LAMB8bit(LAMB):
     """LAMB with both moments in `log8`. Takes all of LAMB's arguments."""
+
+    default_states = EIGHT_BIT
 
 
 class AdEMAMix8bit(AdEMAMix):
@@ -342,8 +348,4 @@ class AdEMAMix8bit(AdEMAMix):
     weights are off by 67 % of the distance moved, in `bf16` by 18 % (docs/decisions/slow-moment.md).
     """
 
-    def __init__(
-        self, params: ParamsT, *args: Any, states: str | Mapping[str, str] | None = None, **options: Any
-    ) -> None:
-        states = {"m": "log8", "m2": "fp32", "v": "log8"} if states is None else states
-        super().__init__(params, *args, states=states, **options)
+    default_states: ClassVar[Any] = MappingProxyType({"m": EIGHT_BIT, "m2": "fp32", "v": EIGHT_BIT})

@@ -10,9 +10,8 @@ from torch.optim.optimizer import ParamsT
 
 from narrowgauge import rules
 from narrowgauge._arguments import is_number
-from narrowgauge.optim._named._eight_bit import EightBit
 from narrowgauge.optim._optimizer import NarrowOptimizer
-from narrowgauge.optim._options import Options
+from narrowgauge.optim._options import EIGHT_BIT, Options
 from narrowgauge.optim._plan import slot_storages
 
 
@@ -233,34 +232,39 @@ class Lion(NarrowOptimizer):
         super().__init__(params, hyperparameters, options)
 
 
-class SGD8bit(EightBit, SGD):
+class SGD8bit(SGD):
     """SGD with its momentum in `log8`. Takes all of SGD's arguments.
 
     With a momentum above 0.95 `states="bf16"` is nearer to the exact one: what `log8` passes on to the weight is
     then tens of steps long (docs/states.md).
     """
 
+    default_states = EIGHT_BIT
 
-class LARS8bit(EightBit, LARS):
+
+class LARS8bit(LARS):
     """LARS with its momentum in `log8`. Takes all of LARS's arguments; of its momentum see `SGD8bit`."""
 
+    default_states = EIGHT_BIT
 
-class Adagrad8bit(EightBit, Adagrad):
+
+class Adagrad8bit(Adagrad):
     """AdaGrad with its sum of squares in `log8`. Takes all of Adagrad's arguments."""
 
+    default_states = EIGHT_BIT
 
-class RMSprop8bit(EightBit, RMSprop):
+
+class RMSprop8bit(RMSprop):
     """RMSprop with its moments in `log8`. Takes all of its arguments; ``centered=True`` needs other states."""
 
+    default_states = EIGHT_BIT
 
-class Lion8bit(EightBit, Lion):
+
+class Lion8bit(Lion):
     """Lion with its moment in block-wise dynamic codes. Takes all of Lion's arguments.
 
     `log8`, the storage of the other 8-bit optimizers, has no advantage here: a direction of signs is not linear in
     the moment, so its rounding error cannot be given to the weight (docs/studies/state_codecs.md).
     """
 
-    def __init__(
-        self, params: ParamsT, *args: Any, states: str | Mapping[str, str] = "8bit", **options: Any
-    ) -> None:
-        super().__init__(params, *args, states=states, **options)
+    default_states = "8bit"
