@@ -331,7 +331,7 @@ def test_an_error_beside_training_is_not_lost(tmp_path: Path, monkeypatch: pytes
 
 REFUSED = {
     "step": ({"step": -1}, "step must be an integer of at least 0, got -1"),
-    "keep_last": ({"keep_last": 0}, "keep_last must be an integer of at least 1, or None for all, got 0"),
+    "keep_last": ({"keep_last": 0}, "keep_last must be an integer of at least 1, got 0"),
     "extra": ({"extra": {"a": [1, object()]}}, r"extra\['a'\]\[1\] must be None, bool, int, .*, got object"),
     "extra, key": ({"extra": {(1, 2): 3}}, r"extra: keys must be str or int, got \(1, 2\) of type tuple"),
     "extra, tensor": (

@@ -29,6 +29,18 @@ def test_a_parameter_converted_on_its_own_has_its_own_weight_storage() -> None:
     assert [history.low_word_storage(name) for name in "abcde"] == [None, "split8", "split8", None, None]
 
 
+def test_storages_that_were_changed_count_from_then_on() -> None:
+    first, resumed = {"weights": "plain", "parameters": ["a", "b"]}, {"b": {"weights": "split8"}}
+    changed: Any = {"a": {"weights": "split", "v": "log8"}, "b": 7, "c": {"weights": 3}}
+    records: list[Any] = [{"kind": "storages", "step": 20, "parameters": changed}]
+    history = History([header() | {"groups": [first]}, *records])
+    assert (history.weights, history.second_moments) == ({"a": "split", "b": "plain"}, {"a": "log8"})
+    assert [history.changed(name) for name in ("a", "a [m]", "b", "")] == [20, 20, 0, 20]
+    history.add(header() | {"groups": [first | {"storages": resumed}]})  # a resumed run says what is now
+    assert history.weights == {"a": "plain", "b": "split8"}
+    history.add({"kind": "storages", "step": 30, "parameters": None})
+
+
 @pytest.mark.parametrize("states", ["bf16", {"m": "fp32", "v": "bf16"}])
 def test_a_second_moment_has_its_own_storage_or_its_group_s(states: Any) -> None:
     kept, own = {"b": {"v": "fp32"}, "c": {"v": "fp32"}}, {"c": {"v": "log8"}, "d": {"m": "log8"}}

@@ -149,6 +149,9 @@ class History:
             self.runs += 1
             if not self.header:
                 self._begin(_shown(record))
+            else:  # a run that was resumed, with storages that may have been changed
+                self.weights |= storages(_shown(record))
+                self.second_moments |= storages(_shown(record), "v")
             return
         name = _shown(record.get("name", ""))
         if not isinstance(kind, str) or not _is_count(step) or step < 1 or not isinstance(name, str):

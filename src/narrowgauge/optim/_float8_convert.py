@@ -35,7 +35,7 @@ def change_class(p: Tensor, plan: ParamPlan, state: State, target: WeightStorage
     if is_shared(p):
         raise ValueError(f"weights must not be changed to or from 'fp8split8' of a sharded parameter ({plan.name})")
     former, before = p.detach(), dict(state)
-    whole = plan.weight.exact(p, plan.low_of(state)).to(torch.float32)
+    whole = plan.weight.exact(p, state.get(plan.weight_key or "")).to(torch.float32)
     hi: Tensor
     low: Tensor | None
     if target.float8:

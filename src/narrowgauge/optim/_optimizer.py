@@ -676,7 +676,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         found: dict[Tensor, Tensor] = {}
         for p, plan in self.plans():
             part, state = local(p.detach()), self.state.get(p)
-            low = plan.weight.init(part) if not state else plan.low_of(state)
+            low = plan.weight.init(part) if not state else state.get(plan.weight_key or "")
             wide = plan.weight.exact(part, low).to(torch.float32)
             found[p] = as_shared(p, wide) if is_shared(p) else wide
         return found

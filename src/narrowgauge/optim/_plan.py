@@ -178,8 +178,8 @@ class ParamPlan:
         return (*self.slots, *self.inactive)
 
     def low_of(self, state: Mapping[str, Tensor]) -> Tensor | None:
-        """The low word in a state, if there is one."""
-        return state.get(self.weight_key) if self.weight_key is not None else None
+        """The low word in a state; None for weights without one."""
+        return state[self.weight_key] if self.weight_key is not None else None
 
     def init(self, p: Tensor, group: Mapping[str, Any]) -> State:
         """The state of a parameter before its first step; of a sharded one, for the part on this rank."""
@@ -298,7 +298,10 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
             f"narrowgauge.linear.to_float8_weights makes them, got {what} ({name})"
         )
     if is_float8 and not weight.float8:
-        raise ValueError(f"weights must be 'fp8split8' for a Float8Weight, got {weight.name!r} ({name})")
+        raise ValueError(
+            f"weights must be 'fp8split8' for a Float8Weight, got {weight.name!r} ({name}); convert() of the "
+            "optimizer that trained it makes it a plain tensor"
+        )
     if strict and not weight.rounded:
         raise ValueError(f"weights must be stored in floats for arithmetic='strict', got {weight.name!r}")
     shard = shard_of(p)

@@ -173,7 +173,7 @@ class Adapt:
     @torch.no_grad()
     def _before_step(self) -> None:
         """Measure moments; their exact values are gone after the step."""
-        if self._due(self.every):  # whoever else measures may have switched the gauges off
+        if self._due(self.every):  # another watcher may have switched the gauges off
             self._optimizer.gauges = True
         if not self._due(self.states_every):
             return

@@ -160,17 +160,20 @@ class Turns:
         return statistics.median(other / own for other, own in pairs)
 
 
-def take_turns(passes: Mapping[Any, Run], device: torch.device, seconds: float) -> Turns:
+def take_turns(
+    passes: Mapping[Any, Run], device: torch.device, seconds: float, run_seconds: float = _PASS_SECONDS
+) -> Turns:
     """Time warmed-up passes in rounds of all of them: a device that slows down slows all.
 
     Args:
         passes: what to time.
         device: where.
         seconds: how long to go on for each; at least five rounds.
+        run_seconds: the least length of a run of one pass, on a GPU.
     """
     found: dict[Any, list[float]] = {name: [] for name in passes}
     host: dict[Any, list[float]] = {name: [] for name in passes}
-    wanted = max(seconds / (2 * _LEAST), _PASS_SECONDS)
+    wanted = max(seconds / (2 * _LEAST), run_seconds)
     on_gpu = device.type == "cuda"
     counts = {name: _steps_of_a_run(run, wanted, device) for name, run in passes.items()} if on_gpu else {}
     end = time.perf_counter() + seconds * len(passes)

@@ -211,8 +211,8 @@ def header(
 
 def changed_storages(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, str]]:
     """The storages of single parameters that were changed since the optimizer was made, by parameter and slot."""
-    groups = [group.get("storages", {}) for group in optimizer.param_groups]
-    return {name: dict(own) for of in groups for name, own in of.items()}
+    groups = [of for group in optimizer.param_groups if isinstance(of := group.get("storages"), Mapping)]
+    return {clean_name(name): dict(own) for of in groups for name, own in of.items() if isinstance(own, Mapping)}
 
 
 def _second_moments(
