@@ -317,7 +317,8 @@ def former_class(layer: PlannedModule) -> type[nn.Module] | None:
     """
     kind: Any = type(layer)
     ours: tuple[Any, ...] = LowPrecisionLinear, LowPrecisionMultiheadAttention, LowPrecisionConv1D
-    if kind.forward not in [one.forward for one in ours]:
+    sharded = any(base.__name__ == "FSDPModule" for base in kind.__mro__)
+    if sharded or kind.forward not in [one.forward for one in ours]:
         return None
     former: Any = next(base for base in kind.__mro__ if not issubclass(base, PlannedModule))
     if isinstance(layer, LowPrecisionConv1D):

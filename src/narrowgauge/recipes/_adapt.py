@@ -201,6 +201,8 @@ class Adapt:
 
     def _layer_hook(self, name: str) -> Callable[..., None]:
         def returned(layer: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
+            if not isinstance(layer, LowPrecisionLinear | LowPrecisionConv1D):
+                return  # another recipe has taken its plan away
             wanted = layer.training and output.requires_grad and self._due(self.states_every)
             if torch.compiler.is_compiling() or not wanted or not layer.plan.formats or not args:
                 return
@@ -237,7 +239,9 @@ class Adapt:
             for what, was, becomes in self._wider(name)
             if due.get(what, states)
         }
-        layers = {name: layer for name, layer in self._layers.items() if states and layer.plan.formats}
+        kinds = (LowPrecisionLinear, LowPrecisionConv1D)
+        planned = {name: layer for name, layer in self._layers.items() if isinstance(layer, kinds)}
+        layers = {name: layer for name, layer in planned.items() if states and layer.plan.formats}
         multiplies = [(name, what) for name in layers for what in MULTIPLIES]
         quality = self._qualities([*storages, *multiplies])
         for (name, what), (was, becomes) in storages.items():
@@ -296,6 +300,7 @@ class Adapt:
         Raises:
             ValueError: for a change of a parameter or layer that this model does not have.
         """
+        self._parameters = self._named()
         changes = [Change(**change) for change in state["changes"]]
         for change in changes:
             known: Mapping[str, Any] = self._layers if change.what == "layer" else self._parameters

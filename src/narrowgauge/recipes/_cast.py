@@ -163,6 +163,7 @@ def compute_in_fp32(model: nn.Module, layers: Collection[nn.Module]) -> None:
             for of, keys in zip(hooks, ours, strict=True):
                 for key in keys:
                     del of[key]
+                    module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _is_of_fp32(hook: Any) -> bool:

@@ -20,7 +20,7 @@ from narrowgauge._arguments import FloatDtype, check
 from narrowgauge.linear import LinearPlan, named_plan, swap_linears, to_float8_weights
 from narrowgauge.linear._float8_weights import weight_formats
 from narrowgauge.linear._module import PlannedModule
-from narrowgauge.linear._swap import ADAPTERS, KEEP, is_held, output_heads, restore
+from narrowgauge.linear._swap import ADAPTERS, KEEP, former_class, is_held, output_heads, restore
 from narrowgauge.optim import AdamW, NarrowOptimizer
 from narrowgauge.optim._changes import KEPT
 from narrowgauge.optim._groups import parted
@@ -249,11 +249,18 @@ class Recipe:
         """Take away the plans that another recipe gave to layers, and give this one's."""
         layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, PlannedModule)}
         for name, layer in layers.items():
-            if layer.of_recipe and layer.plan not in self.layer_plans and (is_held(layer) or not restore(layer)):
+            if (
+                layer.of_recipe
+                and layer.plan not in self.layer_plans
+                and (is_held(layer) or not former_class(layer))
+            ):
                 raise ValueError(
                     f"model must have layers that can lose the plan of the recipe before, got {name!r}: first undo "
-                    "what was applied to it since, such as hold_activations or a parametrization"
+                    "what was applied to it since, such as hold_activations or fully_shard"
                 )
+        for layer in layers.values():
+            if layer.of_recipe and layer.plan not in self.layer_plans:
+                restore(layer)
         before = set(layers.values())
         self.swap_layers(model)
         for module in model.modules():
