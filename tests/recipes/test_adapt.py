@@ -233,6 +233,18 @@ def test_a_layer_whose_products_are_off_leaves_its_plan() -> None:
     assert torch.equal(again[0](x), nn.functional.linear(x, again[0].weight, again[0].bias))
 
 
+def test_layers_whose_plan_another_recipe_took_away_are_left_alone() -> None:
+    recipe = ng.recipes.Recipe("layered", "", torch.bfloat16, "split8", "log8", linear="SWITCHBACK:int8")
+    model = nn.Sequential(*small()[:3], nn.Linear(64, 64))
+    optimizer = recipe.apply(model, lr=1e-4)
+    adapt = Adapt(model, optimizer, every=1, states_every=1)
+    train(model, optimizer, 1, batches(model))
+    ng.recipes.get("bf16").apply(model, lr=1e-4)
+    train(model, optimizer, 3, batches(model))
+    assert adapt.step == 4
+    assert all(change.what != "layer" for change in adapt.changes)
+
+
 def test_a_removed_one_measures_nothing() -> None:
     model = small()
     optimizer = AdamW(model.named_parameters(), lr=1e-4, weights="plain")

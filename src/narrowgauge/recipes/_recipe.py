@@ -248,19 +248,15 @@ class Recipe:
     def _replan(self, model: nn.Module) -> None:
         """Take away the plans that another recipe gave to layers, and give this one's."""
         layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, PlannedModule)}
-        for name, layer in layers.items():
-            if (
-                layer.of_recipe
-                and layer.plan not in self.layer_plans
-                and (is_held(layer) or not former_class(layer))
-            ):
+        gone = {n: layer for n, layer in layers.items() if layer.of_recipe and layer.plan not in self.layer_plans}
+        for name, layer in gone.items():
+            if is_held(layer) or former_class(layer) is None:
                 raise ValueError(
                     f"model must have layers that can lose the plan of the recipe before, got {name!r}: first undo "
                     "what was applied to it since, such as hold_activations or fully_shard"
                 )
-        for layer in layers.values():
-            if layer.of_recipe and layer.plan not in self.layer_plans:
-                restore(layer)
+        for layer in gone.values():
+            restore(layer)
         before = set(layers.values())
         self.swap_layers(model)
         for module in model.modules():
