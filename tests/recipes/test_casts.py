@@ -65,6 +65,25 @@ def test_another_recipe_takes_away_what_the_first_one_added() -> None:
     torch.testing.assert_close(model[:3](x), nn.functional.linear(made, *model[2].parameters()), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", ["fp32", "adamw8bit-split8"])
+def test_another_recipe_keeps_all_bits_of_float8_weights(name: str) -> None:
+    float8 = dataclasses.replace(
+        recipes.get("adamw8bit-split8"), name="float8", weights="fp8split8", linear="TENSORWISE_FP8"
+    )
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    first = float8.apply(model, lr=1e-3)
+    model(torch.randn(8, 64).bfloat16()).square().mean().backward()
+    first.step()
+    whole = [first.full_weights()[layer.weight] for layer in model]
+    assert not torch.equal(model[0].weight.dequantize(), whole[0].bfloat16())  # the low byte counts
+    again = recipes.get(name)
+    second = again.apply(model, lr=1e-3)
+    assert [type(layer.weight) for layer in model] == [nn.Parameter] * 2
+    assert all(torch.equal(layer.weight, w.to(again.dtype)) for layer, w in zip(model, whole, strict=True))
+    model(torch.randn(8, 64, dtype=again.dtype)).square().mean().backward()
+    second.step()
+
+
 def test_running_statistics_are_those_of_fp32() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))

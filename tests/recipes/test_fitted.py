@@ -146,6 +146,27 @@ def test_layers_compute_by_their_plans() -> None:
     assert attention.out_proj.plan == SWITCHBACK
 
 
+def test_each_layer_has_the_plan_of_the_last_recipe() -> None:
+    model = network()
+
+    def plans() -> list[Any]:
+        return [getattr(model[place], "plan", None) for place in (0, 2)]
+
+    recipe(plans=(layers("0", "2"),)).swap_layers(model)
+    kind = type(model[0])
+    recipe(plans=(layers("2"),)).apply(model, lr=0.01)
+    assert plans() == [None, SWITCHBACK]
+    assert type(model[0]) is nn.Linear
+    recipe(plans=(layers("2", plan=LLM_INT8), layers("*"))).apply(model, lr=0.01)
+    assert plans() == [SWITCHBACK, LLM_INT8]
+    assert type(model[0]) is kind
+    with pytest.raises(ValueError, match="got '1', which fits none"):
+        recipe(plans=(layers("0", plan=LLM_INT8), layers("1"))).apply(model, lr=0.01)
+    assert plans() == [SWITCHBACK, LLM_INT8]
+    recipe().apply(model, lr=0.01)
+    assert plans() == [None, None]
+
+
 FITTED_FOR = "recipe 'by-hand' was fitted for GPT of {} parameters: fit again for this model"
 REFUSED: dict[str, tuple[Any, Any, str]] = {
     "a parameter of no choice": (

@@ -10,7 +10,7 @@ from narrowgauge._module_names import clean_name
 from narrowgauge.linear._module import LowPrecisionConv1D, LowPrecisionLinear
 from narrowgauge.linear._plan import MULTIPLIES, LinearPlan
 from narrowgauge.storage import Float8Weight
-from narrowgauge.storage._float8_weight import become
+from narrowgauge.storage._float8_weight import become, from_words
 
 
 def to_float8_weights(model: nn.Module) -> dict[str, str]:
@@ -46,6 +46,13 @@ def to_float8_weights(model: nn.Module) -> dict[str, str]:
     for p in converted:
         become(p, Float8Weight.of(p))
     return kept
+
+
+def to_plain_weights(model: nn.Module) -> None:
+    """Make a model's `Float8Weight` parameters float32 ones in place, with all their twelve significant bits."""
+    for p in model.parameters():
+        if isinstance(p, Float8Weight):
+            become(p, from_words(p.codes, p.low, p.scale))
 
 
 def weight_formats(plan: LinearPlan) -> tuple[str, ...]:

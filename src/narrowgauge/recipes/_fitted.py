@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,11 @@ class FittedRecipe(Recipe):
     def layer_plans(self) -> tuple[LinearPlan, ...]:
         return tuple(layer.chosen.plan for layer in self.layers)
 
-    def swap_layers(self, model: nn.Module) -> None:
+    def _plan_of(self, name: str) -> LinearPlan | None:
+        chosen = (layer.chosen.plan for layer in self.layers if any(fnmatchcase(name, p) for p in layer.layers))
+        return next(chosen, None)
+
+    def _give_plans(self, model: nn.Module) -> None:
         try:
             swap_named(model, [(layer.layers, layer.chosen.plan) for layer in self.layers])
         except ValueError as error:

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from narrowgauge._arguments import FloatDtype, check
+from narrowgauge._module_names import clean_name
 from narrowgauge.linear import LinearPlan, named_plan, swap_linears, to_float8_weights
-from narrowgauge.linear._float8_weights import weight_formats
+from narrowgauge.linear._float8_weights import to_plain_weights, weight_formats
 from narrowgauge.linear._module import PlannedModule
 from narrowgauge.linear._swap import ADAPTERS, KEEP, former_class, is_held, output_heads, restore
 from narrowgauge.optim import AdamW, NarrowOptimizer
@@ -122,13 +123,50 @@ class Recipe:
     def swap_layers(self, model: nn.Module) -> None:
         """Let linear layers compute by the recipe's plans, in place; most recipes have none.
 
-        Weights that are kept as float8 codes become so here.
+        Layers lose the plans that an earlier recipe gave them. Weights that this one keeps as float8 codes become
+        such here.
 
         `apply` does that too. A model that is sharded by ``fully_shard`` must be swapped before it is sharded.
 
         Raises:
-            ValueError: for a layer that the model does not have, or that cannot have a plan; see `swap_linears`.
+            ValueError: for a layer that the model does not have, that cannot have a plan (see `swap_linears`), or
+                that cannot lose one; no plan is changed then.
         """
+        before = {name: layer for name, layer in model.named_modules() if isinstance(layer, PlannedModule)}
+        gone = {
+            n: layer
+            for n, layer in before.items()
+            if layer.of_recipe and layer.plan != self._plan_of(clean_name(n))
+        }
+        for name, layer in gone.items():
+            if is_held(layer) or former_class(layer) is None:
+                raise ValueError(
+                    f"model must have layers that can lose the plan of the recipe before, got {name!r}: first undo "
+                    "what was applied to it since, such as hold_activations or fully_shard"
+                )
+        was = [(layer, type(layer), layer.plan) for layer in gone.values()]
+        kept = set(before.values()) - set(gone.values())
+        for layer in gone.values():
+            restore(layer)
+        try:
+            self._give_plans(model)
+        except BaseException:
+            for layer in _planned(model) - kept:
+                restore(layer)
+            for layer, kind, plan in was:
+                layer.__class__ = kind
+                layer.set_plan(plan)
+                layer.of_recipe = True
+            raise
+        for layer in _planned(model) - kept:
+            layer.of_recipe = True
+
+    def _plan_of(self, name: str) -> LinearPlan | None:
+        """The plan that a layer of this name has, if it can have one."""
+        return self.linear if isinstance(self.linear, LinearPlan) else None
+
+    def _give_plans(self, model: nn.Module) -> None:
+        """Give the recipe's plans to layers without one."""
         if isinstance(self.linear, LinearPlan):
             swap_linears(model, self.linear, keep=(*(output_heads(model) or KEEP), ADAPTERS))
             if not any(isinstance(module, PlannedModule) for module in model.modules()):
@@ -240,28 +278,12 @@ class Recipe:
         narrow = self.dtype.itemsize < torch.float32.itemsize  # a wide recipe widens statistics too
         if narrow:
             warn_of_statistics(model)
-        self._replan(model)
+        if self.float8_plan is None:
+            to_plain_weights(model)
+        self.swap_layers(model)
         cast(model, self.dtype, wide)
         compute_in_fp32(model, kept if narrow else ())
         return self._make(around, self._stored(groups), self.weights, self.states, options)
-
-    def _replan(self, model: nn.Module) -> None:
-        """Take away the plans that another recipe gave to layers, and give this one's."""
-        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, PlannedModule)}
-        gone = {n: layer for n, layer in layers.items() if layer.of_recipe and layer.plan not in self.layer_plans}
-        for name, layer in gone.items():
-            if is_held(layer) or former_class(layer) is None:
-                raise ValueError(
-                    f"model must have layers that can lose the plan of the recipe before, got {name!r}: first undo "
-                    "what was applied to it since, such as hold_activations or fully_shard"
-                )
-        for layer in gone.values():
-            restore(layer)
-        before = set(layers.values())
-        self.swap_layers(model)
-        for module in model.modules():
-            if isinstance(module, PlannedModule) and module not in before:
-                module.of_recipe = True
 
     def check_arguments(self, lr: float | None = None, **optimizer_arguments: Any) -> None:
         """Refuse what `apply` would refuse of the optimizer's arguments, without a model."""
@@ -308,6 +330,10 @@ class Recipe:
             if KEPT in group:
                 group[KEPT] = {name: _kept(p.dtype, group[KEPT][name]) for name, p in group["params"]}
         return found
+
+
+def _planned(model: nn.Module) -> set[PlannedModule]:
+    return {module for module in model.modules() if isinstance(module, PlannedModule)}
 
 
 def _kept(dtype: torch.dtype, own: Mapping[str, str]) -> dict[str, str]:
