@@ -183,6 +183,26 @@ def test_an_optimizer_over_more_than_the_model_names_the_rest_by_place() -> None
     assert of_kind(watch.rows(), "update", name="param_groups.1.0")[0]["norm"] == pytest.approx(0.1 * math.sqrt(5))
 
 
+def test_storages_that_change_are_recorded_by_the_model_s_names() -> None:
+    net = model(BF16)
+    embedding, first, second = net.embed.weight, net.blocks[0][0], net.blocks[1][0]
+    optimizer = optim.AdamW([{"params": [embedding, first.weight]}, {"params": [second.weight]}], weights="plain")
+    optimizer.convert(embedding, weights="split")
+    with gauges.watch(net, optimizer, every=1) as watch:
+        train(net, optimizer, 1)
+        optimizer.convert(first.weight, weights="split8", m="log8")
+        optimizer.param_groups[1]["weights"] = "split"
+        train(net, optimizer, 2)
+    rows = watch.rows()
+    assert rows[0]["groups"][0]["storages"] == {"embed.weight": {"weights": "split"}}
+    assert [(row["step"], row["parameters"]) for row in rows if row["kind"] == "storages"] == [
+        (2, {
+            "blocks.0.0.weight": {"weights": "split8", "states": "fp32", "m": "log8"},
+            "blocks.1.0.weight": {"weights": "split", "states": "fp32"},
+        }),
+    ]  # fmt: skip
+
+
 def test_an_exception_inside_takes_the_hooks_off_and_closes_the_file(tmp_path: Path) -> None:
     net = model(BF16)
     optimizer = optim.AdamW8bit(net.named_parameters(), **SMALL)

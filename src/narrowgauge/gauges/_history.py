@@ -45,19 +45,24 @@ STOCHASTIC = "stochastic"  # the weight storage that loses most updates on purpo
 _NO_LOW_WORDS = ("plain", STOCHASTIC)  # those that store nothing beside the weight
 
 
-def storages(header: Mapping[str, Any], of: str = "weights") -> dict[str, str]:
-    """Storages of the weights, or of a slot such as "v", by parameter, from a header: the group's, or its own."""
+def storages_by_slot(header: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """How each parameter is kept, from a header: by its group, or on its own.
+
+    Under "weights" the storage of the weight, under the names of slots those of moments; under "states" that of all
+    slots without their own.
+    """
     found = {}
     for group in _groups_of(header):
         states = group.get("states")
-        slots = states if isinstance(states, Mapping) else {of: states}
+        slots = states if isinstance(states, Mapping) else {"states": states}
         for name in group["parameters"]:
-            found[name] = group.get("weights") if of == "weights" else slots.get(of)
+            kept = {"weights": group.get("weights"), **slots}
             for key in ("kept", "storages"):  # the later one counts
                 own = group.get(key)
                 apart = own.get(name) if isinstance(own, Mapping) else None
-                found[name] = (apart if isinstance(apart, Mapping) else {}).get(of, found[name])
-    return {name: storage for name, storage in found.items() if isinstance(storage, str)}
+                kept |= apart if isinstance(apart, Mapping) else {}
+            found[name] = {slot: storage for slot, storage in kept.items() if isinstance(storage, str)}
+    return found
 
 
 def _groups_of(header: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -103,8 +108,8 @@ class History:
     Attributes:
         header: the first record of kind "run", empty without one.
         parameters: names and shapes from the header; an invalid shape is empty.
-        weights: weight storages by parameter, from the header.
-        second_moments: storages of the slot "v" by parameter, from the header.
+        weights: weight storages by parameter: the present ones.
+        second_moments: storages of the slot "v" by parameter: the present ones.
         runs: number of headers: more than one for a run that was resumed into the same file.
         count: number of records.
         ignored: number of records without a step of at least 1, without a name, or with an invalid or surplus map.
@@ -130,6 +135,7 @@ class History:
         self.maps: dict[str, tuple[Floats, Floats]] = {}
         self.memo: dict[str, Any] = {}
         self._groups: dict[str, Mapping[str, Any]] = {}
+        self._kept: dict[str, dict[str, str]] = {}
         self.weights: dict[str, str] = {}
         self._changed: dict[str, int] = {}
         self.second_moments: dict[str, str] = {}
@@ -150,8 +156,7 @@ class History:
             if not self.header:
                 self._begin(_shown(record))
             else:  # a run that was resumed, with storages that may have been changed
-                self.weights |= storages(_shown(record))
-                self.second_moments |= storages(_shown(record), "v")
+                self._change(self.last_step, storages_by_slot(_shown(record)))
             return
         name = _shown(record.get("name", ""))
         if not isinstance(kind, str) or not _is_count(step) or step < 1 or not isinstance(name, str):
@@ -192,16 +197,23 @@ class History:
             self.parameters[name] = list(shape) if isinstance(shape, list) and all(map(_is_count, shape)) else []
         for group in _groups_of(header):
             self._groups |= dict.fromkeys(group["parameters"], group)
-        self.weights, self.second_moments = storages(header), storages(header, "v")
+        self._keep(storages_by_slot(header))
+
+    def _keep(self, kept: Mapping[str, dict[str, str]]) -> None:
+        self._kept |= kept
+        self.weights |= {name: own["weights"] for name, own in kept.items() if "weights" in own}
+        slots = {name: own.get("v", own.get("states")) for name, own in kept.items()}
+        self.second_moments |= {name: storage for name, storage in slots.items() if storage is not None}
 
     def _change(self, step: int, changed: object) -> None:
         """Take in that parameters have other storages since a step; `changed` has them by parameter and slot."""
         for name, own in changed.items() if isinstance(changed, Mapping) else ():
             if isinstance(own, Mapping) and isinstance(name, str):
-                found = {slot: storage for slot, storage in own.items() if isinstance(storage, str)}
-                self.weights |= {name: found["weights"]} if "weights" in found else {}
-                self.second_moments |= {name: found["v"]} if "v" in found else {}
-                self._changed[_shown(name)] = step
+                name = _shown(name)
+                kept = {slot: storage for slot, storage in own.items() if isinstance(storage, str)}
+                if kept and kept != self._kept.get(name):
+                    self._keep({name: kept})
+                    self._changed[name] = step
 
     def changed(self, name: str) -> int:
         """The step after which a tensor's storages, or with "" any tensor's, were last changed; 0 if never."""

@@ -11,7 +11,7 @@ Every record is a dictionary with its ``kind`` and, except for the header, the `
     state, adam_error                   what the codes of the optimizer's moments lose
     spike, nonfinite, lost              an alarm
     adapted                             a storage that `train --adapt` widened, or a layer whose plan it removed
-    storages                            parameters whose storages were changed since the last measured step
+    storages                            parameters that came or changed their storages since the last measured step
     missing                             what will not be recorded of some tensors, and why
 
 JSON has no infinities and no NaN: they are written as the strings "inf", "-inf" and "nan", and read back as floats.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
-from narrowgauge.gauges._history import STOCHASTIC, storages
+from narrowgauge.gauges._history import STOCHASTIC, storages_by_slot
 from narrowgauge.gauges._records import LOG, Record
 from narrowgauge.gauges._rules import ALL_LOST, MIN_MEASUREMENTS, SKIPPED
 from narrowgauge.gauges._spikes import LossSpikes, RmsSpikes, Spike
@@ -37,7 +37,8 @@ class Alarms:
 
     def begin(self, header: Record) -> None:
         """Take in a run's first record. Weights that are rounded stochastically may lose every update of a step."""
-        self._random = {name for name, weights in storages(header).items() if weights == STOCHASTIC}
+        kept = storages_by_slot(header)
+        self._random = {name for name, own in kept.items() if own.get("weights") == STOCHASTIC}
 
     def notify(self) -> None:
         """Call the user's function with the alarms raised since."""

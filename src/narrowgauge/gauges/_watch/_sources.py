@@ -23,6 +23,8 @@ from narrowgauge.gauges._records import VERSION, Record
 from narrowgauge.gauges._watch._batched_rows import flat
 from narrowgauge.gauges._watch._intended_update import moments_of, rule_of
 from narrowgauge.gauges._watch._update_stats import Updates
+from narrowgauge.optim._changes import KEPT, STORAGES
+from narrowgauge.optim._plan import unique_names
 from narrowgauge.rules import SGD
 from narrowgauge.storage import automatic_weights
 
@@ -179,21 +181,12 @@ def header(
 ) -> Record:
     """The first record of a run: versions, parameters, and how the run was set up.
 
-    "groups" has the options of each group, with the weight storage that ``"auto"`` is for its first parameter, for
-    torch's optimizers the dtypes of second moments, and the names of its "parameters"; "frozen" the parameters
-    without gradient; "apart" those with gradient that the optimizer does not have; "low_precision" the formats by
-    module.
+    "groups" is as `groups_of` has it; "frozen" has the parameters without gradient; "apart" those with gradient
+    that the optimizer does not have; "low_precision" the formats by module.
     """
     device = flat(next(iter(names))).device
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    groups: list[Record] = []
-    for group in optimizer.param_groups:
-        options = _as_json({key: value for key, value in group.items() if key not in ("params", "param_names")})
-        if options.get("weights") == "auto" and group["params"]:
-            options["weights"] = automatic_weights(group["params"][0].dtype, group["arithmetic"] == "strict")
-        if own := _second_moments(optimizer, group, names):
-            options["storages"] = own
-        groups.append({**options, "parameters": [names[p] for p in group["params"] if p in names]})
+    groups = groups_of(optimizer, names)
     all_owned = {name for group in groups for name in group["parameters"]}
     return {
         "kind": "run", "version": VERSION, "every": sources.every, "rms_every": sources.rms_every,
@@ -209,10 +202,26 @@ def header(
     }  # fmt: skip
 
 
-def changed_storages(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, str]]:
-    """The storages of single parameters that were changed since the optimizer was made, by parameter and slot."""
-    groups = [of for group in optimizer.param_groups if isinstance(of := group.get("storages"), Mapping)]
-    return {clean_name(name): dict(own) for of in groups for name, own in of.items() if isinstance(own, Mapping)}
+def groups_of(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> list[Record]:
+    """The options of each group and the names of its "parameters".
+
+    With the weight storage that ``"auto"`` is for its first parameter, and for torch's optimizers the dtypes of
+    second moments.
+    """
+    groups: list[Record] = []
+    for group, known in zip(optimizer.param_groups, unique_names(optimizer.param_groups), strict=True):
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for key in (KEPT, STORAGES):  # by the optimizer's names there
+            if isinstance(of := group.get(key), Mapping):
+                places = zip(group["params"], known, strict=True)
+                options[key] = {names[p]: of[name] for p, name in places if p in names and name in of}
+        options = _as_json(options)
+        if options.get("weights") == "auto" and group["params"]:
+            options["weights"] = automatic_weights(group["params"][0].dtype, group["arithmetic"] == "strict")
+        if own := _second_moments(optimizer, group, names):
+            options[STORAGES] = own
+        groups.append({**options, "parameters": [names[p] for p in group["params"] if p in names]})
+    return groups
 
 
 def _second_moments(

@@ -32,6 +32,7 @@ from narrowgauge._arguments import Count, Size, check, check_choice
 from narrowgauge._before_step import BeforeStep, capturing
 from narrowgauge._module_names import unwrap_model, unwrap_optimizer
 from narrowgauge.gauges._formats import Target, targets
+from narrowgauge.gauges._history import storages_by_slot
 from narrowgauge.gauges._magnitudes import FORMATS
 from narrowgauge.gauges._records import Record, read_records
 from narrowgauge.gauges._report import write_report
@@ -40,7 +41,7 @@ from narrowgauge.gauges._watch._features import Hook, loss_in
 from narrowgauge.gauges._watch._measurements import Measurements
 from narrowgauge.gauges._watch._ranks import Message, Part, Ranks
 from narrowgauge.gauges._watch._sink import RecordSink
-from narrowgauge.gauges._watch._sources import Sources, changed_storages, header, parameters_of
+from narrowgauge.gauges._watch._sources import Sources, groups_of, header, parameters_of
 from narrowgauge.gauges._watch._step_records import LossScaleHistory, StepRows
 from narrowgauge.gauges._watch._update_stats import Updates
 
@@ -179,7 +180,7 @@ class Watch:
         self._ranks = Ranks.all() if self._together else Ranks()
         inner, names = unwrap_model(self._model), self._measurements.names
         self._sink.open(header(inner, self._optimizer, self._sources, names), self._ranks.first)
-        self._changed = changed_storages(self._optimizer)
+        self._stored = self._storages()
         _WATCHED.add(self._optimizer)
         self._open = True
         self._handles = [
@@ -333,11 +334,14 @@ class Watch:
 
     def _record_changes(self, step: int) -> None:
         """Record the parameters whose storages are others than at the last measurement."""
-        now = changed_storages(self._optimizer)
-        changed = {name: own for name, own in now.items() if self._changed.get(name) != own}
+        now = self._storages()
+        changed = {name: own for name, own in now.items() if self._stored.get(name) != own}
         if changed and self._ranks.first:
             self._submit([{"kind": "storages", "step": step, "parameters": changed}])
-        self._changed = now
+        self._stored = now
+
+    def _storages(self) -> dict[str, dict[str, str]]:
+        return storages_by_slot({"groups": groups_of(self._optimizer, self._measurements.names)})
 
     def _send(self, found: Sequence[Part]) -> None:
         """Send the waiting steps, and the tables of the present one."""
