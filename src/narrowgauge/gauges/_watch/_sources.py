@@ -23,8 +23,6 @@ from narrowgauge.gauges._records import VERSION, Record
 from narrowgauge.gauges._watch._batched_rows import flat
 from narrowgauge.gauges._watch._intended_update import moments_of, rule_of
 from narrowgauge.gauges._watch._update_stats import Updates
-from narrowgauge.optim._changes import KEPT, STORAGES
-from narrowgauge.optim._plan import unique_names
 from narrowgauge.rules import SGD
 from narrowgauge.storage import automatic_weights
 
@@ -209,9 +207,10 @@ def groups_of(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> 
     second moments.
     """
     groups: list[Record] = []
-    for group, known in zip(optimizer.param_groups, unique_names(optimizer.param_groups), strict=True):
+    for number, group in enumerate(optimizer.param_groups):
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        for key in (KEPT, STORAGES):  # by the optimizer's names there
+        known = group.get("param_names") or [f"{number}.{i}" for i in range(len(group["params"]))]
+        for key in ("kept", "storages"):  # by the optimizer's names there
             if isinstance(of := group.get(key), Mapping):
                 places = zip(group["params"], known, strict=True)
                 options[key] = {names[p]: of[name] for p, name in places if p in names and name in of}
@@ -219,7 +218,7 @@ def groups_of(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> 
         if options.get("weights") == "auto" and group["params"]:
             options["weights"] = automatic_weights(group["params"][0].dtype, group["arithmetic"] == "strict")
         if own := _second_moments(optimizer, group, names):
-            options[STORAGES] = own
+            options["storages"] = own
         groups.append({**options, "parameters": [names[p] for p in group["params"] if p in names]})
     return groups
 
