@@ -38,6 +38,7 @@ FILTERS = [
     {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 27, "lc": 3, "lp": 1, "pb": 1}
 ]
 WAIT = 0.5  # seconds between looks for a part
+MOST = 600.0  # that a part is waited for while the one before is read
 
 
 def pack(text: TokenizedCorpus, out: Path, parts: int, about: dict[str, Any]) -> dict[str, Any]:
@@ -96,7 +97,7 @@ class Parts:
     def train(self, first: int, end: float) -> Iterator[Tensor]:
         """The parts from one on, each like `validation`; the next is unpacked meanwhile.
 
-        Ends early, before a part that is not there at `end` (of `time.monotonic`).
+        Ends early, before a part that is not there at `end` (of `time.monotonic`), or that took too long to come.
         """
         with ThreadPoolExecutor(1) as pool:
             ahead: Future[Tensor | None] | None = None
@@ -111,6 +112,7 @@ class Parts:
                 yield found
 
     def _awaited(self, part: dict[str, Any], end: float) -> Tensor | None:
+        end = min(end, time.monotonic() + MOST)
         while not (self._folder / part["name"]).exists():
             if time.monotonic() >= end:
                 return None

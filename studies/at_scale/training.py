@@ -216,8 +216,7 @@ def train(
         setting, lr, seed: how.
         parts: the text.
         work: folder of the run's checkpoint and records; one that is there is gone on with.
-        end: in seconds of `time.monotonic`: no step is begun after it. A run of several GPUs waits longer for a
-            part that has not come.
+        end: in seconds of `time.monotonic`: no step is begun after it.
         device: where.
 
     Returns:
@@ -263,8 +262,7 @@ def _steps(run: Run, parts: Parts, seed: int, end: float, begun: float, checkpoi
     due = {run.steps * (k + 1) // setting.validations for k in range(setting.validations)}
     waiting: list[Tensor] = []
     since, saved, whole = time.monotonic(), begun, True
-    wait = end if setting.ranks == 1 else math.inf
-    for number, windows in enumerate(batches(parts, setting, seed, first, wait, run.device), first + 1):
+    for number, windows in enumerate(batches(parts, setting, seed, first, end, run.device), first + 1):
         waiting.append(run.take(number, windows))
         if number % LOOK_EVERY and number not in due and number != run.steps:
             continue
