@@ -41,7 +41,8 @@ def register() -> None:
 
 def _info(optimizer: type[optim.NarrowOptimizer]) -> OptimInfo:
     """What timm has to know about an optimizer."""
-    arguments, known = _arguments(optimizer), set(list_optimizers())
+    arguments = {one.name: one.default for one in inspect.signature(optimizer).parameters.values()}
+    known = set(list_optimizers())
     # AdamW8bit and StableAdamW are AdamW to timm: the first class among the bases whose name timm has.
     names = [cls.__name__.lower() for cls in optimizer.__mro__ if cls.__name__.lower() in known]
     namesake = get_optimizer_info(names[0]) if names else None
@@ -57,16 +58,6 @@ def _info(optimizer: type[optim.NarrowOptimizer]) -> OptimInfo:
         num_betas=len(arguments.get("betas", (0, 0))),
         defaults={name: value for name, value in defaults.items() if name in arguments} or None,
     )
-
-
-def _arguments(optimizer: type) -> dict[str, Any]:
-    """The arguments of a constructor and of those that it hands arguments on to, with their defaults."""
-    found: dict[str, Any] = {}
-    for cls in reversed(optimizer.__mro__):
-        if issubclass(cls, optim.NarrowOptimizer) and "__init__" in vars(cls):
-            parameters = inspect.signature(cls.__init__).parameters.values()
-            found |= {one.name: one.default for one in parameters}
-    return found
 
 
 def _without_nones(make: Callable[..., optim.NarrowOptimizer]) -> Callable[..., optim.NarrowOptimizer]:

@@ -129,7 +129,6 @@ _INSTEAD = {
     "scale_parameter": "eps=(None, 1.0) is scale_parameter=False for weights of a root mean square up to 1",
     "warmup_init": _NOT_RELATIVE,
 }
-_INTERNAL = {"self", "args", "options", "hyperparameters"}
 
 # The option that is one number for all groups.
 LIMIT = "max_grad_norm"
@@ -160,9 +159,7 @@ def with_defaults(of: type, options: Mapping[str, Any]) -> dict[str, Any]:
     """
     for option in options:
         if option not in _DEFAULTS:
-            inits = [vars(base)["__init__"] for base in of.__mro__ if "__init__" in vars(base)]
-            known = {name for init in inits for name in inspect.signature(init).parameters}
-            near = difflib.get_close_matches(option, known - _INTERNAL, 1, 0.75)
+            near = difflib.get_close_matches(option, inspect.signature(of).parameters, 1, 0.75)
             hint = f"; the nearest is {near[0]!r}" if near else ""
             if option in _INSTEAD:
                 hint = f": {_INSTEAD[option]}"
@@ -215,23 +212,30 @@ def _hints() -> dict[str, Any]:
 
 
 def show_options(cls: Any) -> None:
-    """Let `help` and `inspect.signature` show the shared options of an optimizer, with its default of `states`."""
+    """Let `inspect.signature`, and so `help`, show what an optimizer's ``**options`` and ``*args`` stand for.
+
+    They are the shared options, with its default of `states`, and the arguments of its base.
+    """
+    every, rest = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     signature = inspect.signature(cls.__init__)
-    *own, last = signature.parameters.values()
-    if last.kind is last.VAR_KEYWORD and all(parameter.kind is not parameter.VAR_POSITIONAL for parameter in own):
+    parameters = list(signature.parameters.values())
+    kinds = [one.kind for one in parameters]
+    if rest in kinds and "__init__" in vars(cls):
         hints = _hints()
-        shared = [
+        if every in kinds:
+            parameters += inspect.signature(cls.__mro__[1].__init__).parameters.values()
+        parameters += (
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
             for name, default in _DEFAULTS.items()
-            if name not in signature.parameters
-        ]
-        signature = signature.replace(parameters=[*own, *shared])
-        cls.__init__.__signature__ = signature
-    _, *others = (
-        one.replace(default=cls.default_states) if one.name == "states" else one
-        for one in signature.parameters.values()
-    )
-    cls.__signature__ = signature.replace(parameters=others)
+        )
+        found: dict[str, inspect.Parameter] = {}
+        for one in parameters:
+            if one.kind not in (every, rest):
+                found.setdefault(one.name, one)
+        parameters = sorted(found.values(), key=lambda one: one.kind)
+        cls.__init__.__signature__ = signature.replace(parameters=parameters)
+    shown = [one.replace(default=cls.default_states) if one.name == "states" else one for one in parameters]
+    cls.__signature__ = signature.replace(parameters=shown[1:])
 
 
 def is_real(value: object) -> bool:

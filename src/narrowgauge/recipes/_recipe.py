@@ -75,7 +75,7 @@ class Recipe:
             raise ValueError(f"dtype must be {words} for weights={self.weights!r}, got {self.dtype}")
         for name in self.settings:
             if not self.takes(name):
-                taken = [each for each in _arguments(self.optimizer) if self.takes(each)]
+                taken = [each for each in inspect.signature(self.optimizer).parameters if self.takes(each)]
                 raise ValueError(f"settings of recipe {self.name!r} must be among {', '.join(taken)}, got {name!r}")
 
     @property
@@ -202,14 +202,14 @@ class Recipe:
 
     def takes(self, name: str) -> bool:
         """Whether the optimizer has an argument of this name that the recipe does not need for itself."""
-        return name in _arguments(self.optimizer) and name not in ("params", "weights", "states")
+        return name in inspect.signature(self.optimizer).parameters and name not in ("params", "weights", "states")
 
     def known(self, hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
         """The hyperparameters, of those that recipes share, that this one's optimizer has.
 
         Lion has no eps. ``betas`` are left out if the rule takes another number of them.
         """
-        taken = _arguments(self.optimizer)
+        taken = inspect.signature(self.optimizer).parameters
         known = {name: value for name, value in hyperparameters.items() if name in taken}
         if "betas" in known and len(known["betas"]) != self.optimizer.rule.betas:
             del known["betas"]
@@ -357,17 +357,3 @@ def _written(value: Any) -> str:
     if isinstance(value, tuple | list):
         return "/".join(map(_written, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _arguments(optimizer: type) -> list[str]:
-    """The names of an optimizer's arguments; those of its bases too where it passes the rest on to them."""
-    found: dict[str, None] = {}
-    for kind in optimizer.__mro__:
-        if "__init__" not in vars(kind):
-            continue
-        parameters = inspect.signature(kind.__init__).parameters.values()  # type: ignore[misc]
-        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        found |= dict.fromkeys(p.name for p in named if p.name != "self")
-        if not any(p.kind == p.VAR_KEYWORD for p in parameters):
-            break
-    return list(found)
