@@ -19,9 +19,6 @@ class Tenths(StateStorage):
     quantized: bool = True
     rounded: bool = False
 
-    def nbytes(self, shape: Any, block_size: int) -> int:
-        return int(torch.Size(shape).numel()) + 4
-
     def init(self, p: Any, signed: bool, block_size: int) -> Any:
         return {"codes": torch.zeros_like(p, dtype=torch.uint8), "unit": torch.full((1,), 0.1)}
 
@@ -36,9 +33,6 @@ class Tenths(StateStorage):
 @dataclass(frozen=True)
 class Codes16(Tenths):
     """The same in int16: its methods fit each other, but gauges count codes of one byte."""
-
-    def nbytes(self, shape: Any, block_size: int) -> int:
-        return 2 * int(torch.Size(shape).numel()) + 4
 
     def init(self, p: Any, signed: bool, block_size: int) -> Any:
         return {"codes": torch.zeros_like(p, dtype=torch.int16), "unit": torch.full((1,), 0.1)}
@@ -79,9 +73,6 @@ def test_methods_that_do_not_fit_each_other_are_refused_by_name() -> None:
     )
     ones = refused(init=lambda self, p, signed, block_size: Tenths.encode(self, torch.ones_like(p), None))
     assert ones == "init of storage 'wrong' must make zeros, got 1"
-    assert refused(nbytes=lambda self, shape, block_size: 7) == (
-        "nbytes of storage 'wrong' must be 209 as init has it, got 7"
-    )
     assert refused(codes=lambda self, tensors, shape: tensors["codes"].long()).startswith(
         "codes of storage 'wrong'"
     )

@@ -20,7 +20,6 @@ Source: Shazeer and Stern 2018, Adafactor, Section 3 and Algorithm 4.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -66,10 +65,6 @@ class FactoredState(StateStorage):
 
     def for_slot(self, signed: bool, has_normalizer: bool) -> StateStorage:
         return state_storage("fp32") if signed else self
-
-    def nbytes(self, shape: Sequence[int], block_size: int) -> int:
-        *matrices, rows, columns = _matrices(shape)
-        return math.prod(matrices) * (rows + columns) * self.dtype.itemsize
 
     def init(self, p: Tensor, signed: bool, block_size: int) -> Tensors:
         *matrices, rows, columns = _matrices(p.shape)

@@ -23,15 +23,14 @@ What a class's docstring fixes is fixed for every kernel, bit for bit.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from narrowgauge.kernels._codec import Codec
-from narrowgauge.storage._blockwise import LARGEST, SMALLEST, block_count, chunks, from_blocks, to_blocks
+from narrowgauge.storage._blockwise import LARGEST, SMALLEST, chunks, from_blocks, to_blocks
 from narrowgauge.storage._states import (
     CodedState,
     StateContext,
@@ -112,10 +111,6 @@ class LogUnsignedState(CodedState):
         words = self.words("ranges", "int32", per_block=1 if self.bits == 8 else 2)
         files = ("random.h", "log_unsigned.h")
         return Codec(f"log_unsigned{self.bits}", words, files, needs_random=True, registers=88)
-
-    def nbytes(self, shape: Sequence[int], block_size: int) -> int:
-        more = 4 * block_count(math.prod(shape), block_size) if self.bits == 4 else 0
-        return super().nbytes(shape, block_size) + more
 
     def encode(self, moment: Tensor, context: StateContext, random: Tensor | None = None) -> Tensors:
         blocks = to_blocks(moment, context.block_size)
@@ -302,9 +297,6 @@ class LogSignedState(CodedState):
     def codec(self, signed: bool) -> Codec | None:
         words = self.words("ranges", per_block=2)
         return Codec("log_signed", words, ("lookup.h", "log_signed.h"), error_feedback=True)
-
-    def nbytes(self, shape: Sequence[int], block_size: int) -> int:
-        return super().nbytes(shape, block_size) + 4 * block_count(math.prod(shape), block_size)
 
     def encode(self, moment: Tensor, context: StateContext, random: Tensor | None = None) -> Tensors:
         blocks = to_blocks(moment, context.block_size)

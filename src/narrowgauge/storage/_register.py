@@ -55,7 +55,7 @@ def _check_class(storage: StateStorage) -> None:
 
 
 def _check_methods(storage: StateStorage, signed: bool) -> None:
-    """Refuse `init`, `encode`, `decode`, `nbytes` and `codes` that do not fit each other."""
+    """Refuse `init`, `encode`, `decode` and `codes` that do not fit each other."""
     x = torch.linspace(-1.0, 2.0, _SHAPE.numel(), device="cpu").reshape(_SHAPE)
     x = x if signed else x.abs()
     context = StateContext(_SHAPE, signed, _BLOCK, torch.ones_like(x) if storage.normalized else None)
@@ -70,8 +70,6 @@ def _check_methods(storage: StateStorage, signed: bool) -> None:
             raise ValueError(f"decode of storage {storage.name!r} must return {words}")
         if what == "init" and moment.any():
             raise ValueError(f"init of storage {storage.name!r} must make zeros, got {moment.abs().max():g}")
-    if (size := storage.nbytes(_SHAPE, _BLOCK)) != (kept_bytes := sum(t.nbytes for t in start.values())):
-        raise ValueError(f"nbytes of storage {storage.name!r} must be {kept_bytes} as init has it, got {size}")
     averages = type(storage).accumulate is not StateStorage.accumulate
     if storage.rounded and not averages and "" not in start:
         words = "must be False without methods accumulate and value of its own"

@@ -16,7 +16,6 @@ Memory Efficient Optimizers with 4-bit States.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -64,6 +63,12 @@ def is_unknown(m: Tensor, v: Tensor) -> Tensor:
     return ((v.contiguous().view(torch.int32) & 0x7F800000) == 0) & (m.abs() >= 2.0**-58)
 
 
+@functools.cache
+def _nbytes(storage: StateStorage, shape: torch.Size, block_size: int) -> int:
+    tensors = storage.init(torch.empty(shape, device="meta"), False, block_size)
+    return sum(x.nbytes for x in tensors.values())
+
+
 @dataclass(frozen=True)
 class StateStorage:
     """One float tensor of the parameter's shape. Also the base that the other storages extend.
@@ -109,8 +114,8 @@ class StateStorage:
         return self
 
     def nbytes(self, shape: Sequence[int], block_size: int) -> int:
-        """Bytes that a moment of this shape takes, scales included."""
-        return math.prod(shape) * self.dtype.itemsize
+        """Bytes that a moment of this shape takes: of the tensors of `init`."""
+        return _nbytes(self, torch.Size(shape), block_size)
 
     def init(self, p: Tensor, signed: bool, block_size: int) -> Tensors:
         """The tensors of a moment that is zero, on p's device."""
@@ -184,9 +189,6 @@ class ExpansionState(StateStorage):
     def codec(self, signed: bool) -> Codec | None:
         return Codec("expansion", (Word("hi", "bf16"), Word("lo", "bf16")))
 
-    def nbytes(self, shape: Sequence[int], block_size: int) -> int:
-        return 2 * math.prod(shape) * self.dtype.itemsize
-
     def init(self, p: Tensor, signed: bool, block_size: int) -> Tensors:
         word = torch.zeros_like(p, dtype=self.dtype, memory_format=torch.preserve_format)
         return {"hi": word, "lo": word.clone()}
@@ -233,10 +235,6 @@ class CodedState(StateStorage):
     def words(self, numbers: str, kind: str = "fp32", per_block: int = 1) -> tuple[Word, Word]:
         """The words of its codec: codes, and numbers of a block by their name and kind."""
         return Word("codes", "uint8", packed=self.bits == 4), Word(numbers, kind, per_block=per_block)
-
-    def nbytes(self, shape: Sequence[int], block_size: int) -> int:
-        numel = math.prod(shape)
-        return -(-numel * self.bits // 8) + 4 * block_count(numel, block_size)
 
     def init(self, p: Tensor, signed: bool, block_size: int) -> Tensors:
         # One element is encoded, once, on the CPU: a GPU would load dozens of kernels for it in a first step.
