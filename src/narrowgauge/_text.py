@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import inspect
 import warnings
 from collections.abc import Sequence
@@ -30,6 +31,15 @@ def alike(names: Sequence[str]) -> dict[str, list[str]]:
 def patterns(names: Sequence[str]) -> list[str]:
     """Names, with * for numbers in which they differ."""
     return list(alike(names))
+
+
+def exact_patterns(group: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+    """Patterns that fit the names of a group and no others of `names`; names where a pattern would fit more."""
+    found: list[str] = []
+    for pattern, ours in alike(group).items():
+        others = [name for name in names if name not in group and fnmatch.fnmatchcase(name, pattern)]
+        found += ours if others else [pattern]
+    return tuple(found)
 
 
 def warn(words: str) -> None:

@@ -438,10 +438,10 @@ def test_eight_bits_are_taken_where_they_measured_faster(monkeypatch: pytest.Mon
     model = chain(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 32), nn.Linear(32, 48), nn.Linear(48, 16))
     model[4].weight.data[:] = 1e-3
     noise = {"0.weight": 3.0, "1.weight": 0.5, "2.weight": 3.0, "3.weight": 3.0, "4.weight": 3.0}
-    choices = fit(model, numbers(128, 64), noise, formats=["int8", "e4m3"], timed=True, tokens=99)
+    choices = fit(model, numbers(128, 64), noise, formats=["int8", "e4m3"], timed=True)
     found = {name: choice for choice in choices for name in choice.layers}
     assert len(asked) == 2  # the same number of times on every rank
-    assert {kind.tokens for kinds in asked for kind in kinds} == {99}
+    assert {kind.tokens for kinds in asked for kind in kinds} == {128}
     both = found["0"]
     assert both is found["2"]
     assert (both.chosen.plan, both.chosen.ms) == (TENSORWISE_FP8, 8.0)
@@ -451,10 +451,10 @@ def test_eight_bits_are_taken_where_they_measured_faster(monkeypatch: pytest.Mon
     assert found["1"].chosen.ms == 4.0
     memory = found["3"]
     assert (memory.chosen.plan, memory.chosen.ms) == (HIGH_PRECISION, None)
-    assert memory.reason == "high precision: not measured: out of memory at 99 tokens"
+    assert memory.reason == "high precision: not measured: out of memory at 128 tokens"
     slow = found["4"]
     assert (slow.chosen.plan, slow.chosen.ms) == (HIGH_PRECISION, pytest.approx(4.0 * 0.799))
-    assert slow.reason.startswith("high precision: int8 measured 0.79x nn.Linear at 99 tokens")
+    assert slow.reason.startswith("high precision: int8 measured 0.79x nn.Linear at 128 tokens")
     assert slow.narrower is not None
     assert slow.narrower.ms == 4.0
     asked.clear()
@@ -466,6 +466,6 @@ def test_without_time_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_layers, "times", None)
     (choice,) = fit(chain(nn.Linear(64, 64)), numbers(64, 64), 1.0)
     assert choice.chosen.ms is None
-    for wrong, match in (({"tolerance": 0.0}, "tolerance"), ({"tokens": 0}, "tokens"), ({"timed": 1}, "timed")):
+    for wrong, match in (({"tolerance": 0.0}, "tolerance"), ({"timed": 1}, "timed")):
         with pytest.raises(ValueError, match=match):
             fit(chain(nn.Linear(64, 64)), numbers(64, 64), 1.0, **wrong)

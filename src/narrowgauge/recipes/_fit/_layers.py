@@ -21,15 +21,14 @@ with the figures of the layer that has the largest error for its noise.
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from narrowgauge._arguments import Flag, Positive, Size, check
-from narrowgauge._text import listed, patterns
+from narrowgauge._arguments import Flag, Positive, check
+from narrowgauge._text import exact_patterns, listed
 from narrowgauge.linear import (
     HIGH_PRECISION,
     LLM_INT8,
@@ -156,7 +155,7 @@ class _Decision:
 
 def fit_layers(
     records: LayerRecords, gradient_noise: Mapping[str, float], *, formats: Sequence[str], tolerance: float,
-    tokens: int | None = None, timed: bool = False,
+    timed: bool = False,
 ) -> tuple[LayerChoice, ...]:  # fmt: skip
     """Choose a plan for each linear layer of a model.
 
@@ -166,7 +165,6 @@ def fit_layers(
             variance between batches over the square of its mean. A layer without one stays in high precision.
         formats: to try; see `plans`. Of plans that cost the same, the one in the earlier format is taken.
         tolerance: how large errors may be, as a share of the gradient's noise; see the module.
-        tokens: rows of a layer's input in a micro-batch, for `timed`; as many as were recorded if None.
         timed: whether to take eight bits only where they are faster than nn.Linear. Each format then has one
             candidate, its cheapest allowed plan, and the fastest candidate is taken. Times are those of the table
             that `swap_linears(tokens=...)` uses. Those that it lacks are measured under the current autocast, so
@@ -177,13 +175,11 @@ def fit_layers(
         layers of their choice and no others, by `fnmatch`. The milliseconds are the sum over a choice's layers.
 
     Raises:
-        ValueError: for formats that do not exist, a `tolerance` that is not above zero, and `tokens` below 1.
+        ValueError: for formats that do not exist, and a `tolerance` that is not above zero.
     """
     order = plans(formats)
     check("tolerance", tolerance, Positive)
     check("timed", timed, Flag)
-    if tokens is not None:
-        check("tokens", tokens, Size)
     ways: dict[Multiply, list[EightBit]] = {
         name: list(dict.fromkeys(how for plan in order if (how := getattr(plan, name)) is not None))
         for name in MULTIPLIES
@@ -199,7 +195,7 @@ def fit_layers(
         elif not (math.isfinite(noise) and noise >= 0):
             without[name] = f"not measured: the noise of the gradient of {recorded.parameter} is {noise}"
         else:
-            rows = tokens or max(record.tokens for record in recorded.records)
+            rows = max(record.tokens for record in recorded.records)
             layers.append(_Layer(name, recorded, rows, noise, layer_errors(recorded, ways)))
     table: dict[LayerKind, Timed] = {}
     if timed:
@@ -259,23 +255,13 @@ def _grouped(
     choices = [_choice(group, names, tolerance, table) for group in groups.values()]
     plain = Computed(HIGH_PRECISION, {}, 0.0)
     for reason, group in unmeasured.items():
-        choices.append(LayerChoice(_exact_patterns(group, names), len(group), plain, None, None, reason))
+        choices.append(LayerChoice(exact_patterns(group, names), len(group), plain, None, None, reason))
     return tuple(choices)
 
 
 def _alike(name: str) -> tuple[str, ...]:
     """The parts of a name, with ``*`` for numbers."""
     return tuple("*" if part.isdecimal() else part for part in name.split("."))
-
-
-def _exact_patterns(group: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
-    """Patterns that fit the names of a group and no others; names in place of a pattern that would fit more."""
-    found: list[str] = []
-    for pattern in patterns(group):
-        ours = [name for name in group if fnmatch.fnmatchcase(name, pattern)]
-        fits = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
-        found += [pattern] if len(fits) == len(ours) else ours
-    return tuple(dict.fromkeys(found))
 
 
 def _choice(
@@ -294,7 +280,7 @@ def _choice(
     chosen = computed(worst.plan)
     assert chosen is not None
     return LayerChoice(
-        _exact_patterns([layer.name for layer in layers], names), len(layers), chosen, computed(worst.narrower),
+        exact_patterns([layer.name for layer in layers], names), len(layers), chosen, computed(worst.narrower),
         computed(worst.wider), _reason(worst, tolerance),
     )  # fmt: skip
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
 from narrowgauge._text import alike as like_names
-from narrowgauge._text import patterns
+from narrowgauge._text import exact_patterns
 from narrowgauge.optim._plan import slot_storages
 from narrowgauge.recipes._bill import against
 from narrowgauge.recipes._choices import Choice, Kept
@@ -167,7 +166,7 @@ class Measured:
             now, narrower = one.frontier[at], one.frontier[at - 1] if at else None
             choices.append(
                 Choice(
-                    self._names(one.names), len(one.names), one.elements, now, narrower,
+                    exact_patterns(one.names, list(self._samples)), len(one.names), one.elements, now, narrower,
                     one.frontier[at + 1] if at + 1 < len(one.frontier) else None, self._reason(one, now, narrower),
                     _mean_pair([self._lost[name] for name in one.names]),
                 )
@@ -199,12 +198,6 @@ class Measured:
         if (most := facts.get("tolerance")) is not None:
             made = replace(made, title=f"fitted to {facts['parameters']:,} parameters: {against(loss, most)}")
         return replace(made, choices=tuple(choices), facts={**made.facts, "noise": noise, "loss": loss})
-
-    def _names(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Patterns of the names; the names themselves if a pattern would fit another parameter too."""
-        made = tuple(patterns(names))
-        others = [name for name in self._samples if name not in names]
-        return names if any(fnmatchcase(name, pattern) for name in others for pattern in made) else made
 
     def _reason(self, one: Candidates, now: Kept, narrower: Kept | None) -> str:
         small = "too few elements for narrow numbers; " if self._replay.is_small(one.name) else ""
