@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Adafactor as TransformersAdafactor
 
+from narrowgauge import optim
 from narrowgauge.gauges._watch._batched_rows import BlockSample
 from narrowgauge.optim import Adafactor, AdamW, NarrowOptimizer
 from narrowgauge.optim._engine import Engine
@@ -131,12 +132,67 @@ def test_describe_says_what_is_factored_and_why_not(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Engine, "backends", ("triton", "c"))
     rows = optimizer.describe().rows
     assert [row.states for row in rows[:3]] == ["m:fp32 v:factored", "m:fp32 v:fp32", "m:fp32 v:factored"]
-    assert rows[0].path == "eager torch, fp32"
-    assert rows[0].why == "m in fp32: factored is for other moments; not fused: factored states"
+    assert rows[0].path == "fused C, fp32"
+    assert rows[0].why == "m in fp32: factored is for other moments"
     assert "v in fp32: 1 dimensions < 2 of factored" in rows[1].why
     assert rows[0].bytes == 4 * 12 * 8 + 4 * (12 + 8)
     assert rows[2].bytes == 4 * 60 + 4 * 3 * (5 + 4)
     assert optimizer.state_bytes() == optimizer.describe().bytes + 12 * len(rows)
+
+
+TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "Adafactor": ("Adafactor", {"weights": "split8", "maximize": True, "weight_decay": 0.1}),
+    "cautious": ("AdamW", {"states": "factored", "cautious": True}),
+    "clipped updates": ("AdamW", {"states": {"m": "8bit", "v": "factored"}, "clip_updates": True}),
+    "LAMB": ("LAMB", {"states": "factored"}),
+    "in units of factors": ("AdamW", {"states": {"m": "log8", "v": "factored"}}),
+}
+
+
+@pytest.mark.parametrize("way", ["", "limited", "measured"])
+@pytest.mark.parametrize(
+    ("case", "kernels"),
+    [*((case, "C") for case in TOGETHER), ("Adafactor", "Triton"), ("clipped updates", "Triton")],
+)
+def test_kernels_step_factored_moments_as_eager_torch_does(
+    case: str, kernels: str, way: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, device: str
+) -> None:
+    """Channels-last and empty tensors, several dimensions; a gradient that comes late, one that is not finite."""
+    (name, options), found, shapes = TOGETHER[case], [], ((70, 33), (6, 3, 5, 5), (2, 20, 30), (0, 4), (9,))
+    home = "cpu"
+    if kernels == "Triton":
+        pytest.importorskip("triton")
+        request.getfixturevalue("kernels")
+        home, shapes = device, ((12, 33), (2, 3, 5, 5), (2, 6, 8), (0, 4), (9,))
+    for backends in (("triton", "c"), ()):
+        monkeypatch.setattr(Engine, "backends", backends)
+        generator = torch.Generator().manual_seed(0)
+        dtype = torch.bfloat16 if "weights" in options else torch.float32
+
+        def random(shape: Any, generator: torch.Generator = generator, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.randn(shape, generator=generator).to(home, dtype)
+
+        params = [torch.nn.Parameter(random(shape)) for shape in shapes]
+        params[1].data = params[1].data.to(memory_format=torch.channels_last)
+        optimizer = getattr(optim, name)(
+            params, lr=0.01, min_quantized_size=0, max_grad_norm=1.0 if way == "limited" else None, **options
+        )
+        optimizer.gauges = way == "measured"
+        if backends and case != "in units of factors":
+            assert not any("eager" in row.path for row in optimizer.describe().rows)
+        for step in range(4):
+            for number, p in enumerate(params):
+                p.grad = random(p.shape)
+                if (number, step) == (0, 0):
+                    p.grad = None
+            if step == 2:
+                params[2].grad[0, 3, 4] = torch.inf  # type: ignore[index]
+            optimizer.step()
+        stats = [optimizer.last_stats[name].sums for name in ("0.0", "0.2")] if way == "measured" else []
+        own = [{k: x for k, x in optimizer.state[p].items() if not k.startswith("weight.")} for p in params]
+        found.append(([optimizer.full_weights()[p] for p in params], own, stats))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
+    assert [state["skipped"] for state in found[0][1]] == [0, 0, 1, 0, 0]
 
 
 def test_a_first_moment_in_units_of_factors_resumes() -> None:

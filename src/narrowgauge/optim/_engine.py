@@ -32,6 +32,7 @@ from narrowgauge.optim._c_backend import CSteps
 from narrowgauge.optim._changes import identical
 from narrowgauge.optim._copied import CopiedSteps, is_scattered
 from narrowgauge.optim._eager import EagerSteps, next_number, noise_of, update
+from narrowgauge.optim._factored_steps import FactoredSteps, written_out
 from narrowgauge.optim._plan import PLAIN, ParamPlan, ParamStep, State, kind_of
 from narrowgauge.optim._sharding import Collective, Rows, is_shared, local, local_gradient
 from narrowgauge.optim._tracing import elementwise, untraceable
@@ -167,6 +168,7 @@ class Engine:
         plan = self.plans[p]
         if plan.strict:
             return "eager torch", ""
+        plan = written_out(plan, group) or plan
         param, (seen, left) = local(p), self._left.get(p, (None, ""))
         none = unavailable(param.device) if "triton" in self.backends else "not asked for"
         if none is None:
@@ -229,6 +231,10 @@ class Engine:
         def eager(some: list[ParamStep]) -> StepList:
             return EagerSteps(some, measured, elementwise)
 
+        for some in _by_device([step for step in steps if self._writes_out(step)]):
+            lists.append(FactoredSteps(some, lambda wide: self._lists(params, wide, mode), eager))
+        apart = {id(step) for some in lists for step in some.steps}
+        steps = [step for step in steps if id(step) not in apart]
         copied = [step for step in steps if self._copies(step)]
         for some in _by_device(copied):
             lists.append(CopiedSteps(some, lambda copies: self._lists(params, copies, mode), eager))
@@ -265,15 +271,21 @@ class Engine:
 
     def _copies(self, step: ParamStep) -> bool:
         """Whether a kernel steps contiguous copies of a parameter's tensors."""
-        if step.plan.strict or not is_scattered(step):
-            return False
+        return not step.plan.strict and is_scattered(step) and self._has_kernel(step.plan, step)
+
+    def _writes_out(self, step: ParamStep) -> bool:
+        """Whether a kernel steps a parameter whose factored moments are written out."""
+        plan = written_out(step.plan, step.group)
+        return plan is not None and self._has_kernel(plan, step)
+
+    def _has_kernel(self, plan: ParamPlan, step: ParamStep) -> bool:
         if step.param.is_cpu:
-            return "c" in self.backends and _c_backend.unsupported(step.plan, step.param, step.group) is None
+            return "c" in self.backends and _c_backend.unsupported(plan, step.param, step.group) is None
         if "triton" not in self.backends or unavailable(step.param.device) is not None:
             return False
         from narrowgauge.optim._triton_backend import unsupported
 
-        return (unsupported(step.plan, step.param) or untraceable(step.plan, step.group)) is None
+        return (unsupported(plan, step.param) or untraceable(plan, step.group)) is None
 
     def _decide(
         self, verdict: Verdict, roster: _Roster, collective: Collective | None

@@ -83,4 +83,12 @@ class AdafactorRule(Rule):
         return -(s["lr"] * s["weight_decay"]) * weight - step * u, moments
 
 
+class _GivenFactors(AdafactorRule):
+    """Adafactor with v given as the equation reads it, from its new means."""
+
+    def second_moment(self, arithmetic: Arithmetic, weight: Tensor, grad: Tensor, v: Any, s: Scalars) -> Second:
+        return v, v
+
+
 ADAFACTOR = AdafactorRule()
+ADAFACTOR.given_factors = _GivenFactors()

@@ -103,6 +103,8 @@ class Rule(Protocol):
         betas: how many decay rates the group's ``betas`` hold.
         torch_numbers: the scalars that torch's optimizer of the same name has in its state; here they follow from
             the step.
+        given_factors: for kernels, in place of a rule that asks `Arithmetic.factored`: the moment is given as that
+            reads it, and stays so. None: eager torch takes its steps where a moment is stored by factors.
     """
 
     name: str
@@ -110,6 +112,7 @@ class Rule(Protocol):
     averaging: tuple[str, ...] = ()
     betas: int = 2
     torch_numbers: tuple[str, ...] = ()
+    given_factors: Rule | None = None
 
     def __hash__(self) -> int:  # rules are values; mypy wants it said of a protocol
         return object.__hash__(self)

@@ -37,9 +37,15 @@ def factors(moment: Tensor) -> tuple[Tensor, Tensor]:
 
     Summed in float64. Infinities count as float32's largest number, NaN as zero; no matrix becomes infinite or NaN.
     """
-    finite = torch.nan_to_num(moment, nan=0.0, posinf=LARGEST, neginf=0.0)
-    rows, columns = (finite.sum(dim, dtype=torch.float64) / max(1, finite.shape[dim]) for dim in (-1, -2))
+    rows, columns = _means(moment)
+    if not moment.is_cpu or not torch.isfinite(rows).all():  # a GPU does not wait for the answer
+        rows, columns = _means(torch.nan_to_num(moment, nan=0.0, posinf=LARGEST, neginf=0.0))
     return rows.to(moment.dtype), columns.to(moment.dtype)
+
+
+def _means(moment: Tensor) -> list[Tensor]:
+    wide = moment.to(torch.float64) if moment.is_cpu else moment  # one conversion for both sums
+    return [wide.sum(dim, dtype=torch.float64) / max(1, moment.shape[dim]) for dim in (-1, -2)]
 
 
 def product(rows: Tensor, columns: Tensor, least: float | Tensor = 0.0) -> Tensor:
@@ -48,7 +54,7 @@ def product(rows: Tensor, columns: Tensor, least: float | Tensor = 0.0) -> Tenso
     mean = (rows.sum(-1, keepdim=True, dtype=torch.float64) / count).to(rows.dtype).clamp_min(least)
     # A share is C at most, so no product on the way is larger than the result.
     shares = torch.where(mean > 0, columns / mean, 0.0)
-    return (rows.unsqueeze(-1) * shares.unsqueeze(-2)).clamp_max(LARGEST)
+    return (rows.unsqueeze(-1) * shares.unsqueeze(-2)).clamp_max_(LARGEST)
 
 
 @dataclass(frozen=True)
