@@ -39,7 +39,7 @@ SHORT = {
 CHOICE = {
     "split8 + log8": "everything; fp32's training",
     "split4 + log8": "everything; nearly the same training",
-    "split4 + log4/log8": "fine-tuning; from scratch it does not follow fp32's run, and ended lower",
+    "split4 + log4/log8": "fine-tuning; from scratch it does not follow fp32's run",
     "stochastic + log4/log8": "from scratch, another training too; fine-tuning ends a little higher",
     "stochastic + log4": "where nothing else fits",
 }
