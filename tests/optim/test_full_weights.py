@@ -60,6 +60,24 @@ def test_what_was_read_is_set_without_a_change(weights: str) -> None:
     assert all(torch.equal(again[p], full[p]) for p in full)
 
 
+@pytest.mark.parametrize("way", ["nothing", "weights", "state"])
+def test_another_optimizer_that_drops_low_words_says_so(way: str) -> None:
+    p = torch.nn.Parameter(torch.randn(64).bfloat16())
+    first = ng.optim.AdamW([p], lr=1e-3)
+    p.grad = torch.randn(64).bfloat16()
+    first.step()
+    second = ng.optim.AdamW([p], lr=1e-3)
+    if way == "weights":
+        second.set_full_weights(first.full_weights())
+    elif way == "state":
+        second.load_state_dict(first.state_dict())
+    del first  # what it had is dropped all the same
+    if way == "nothing":
+        with pytest.warns(UserWarning, match="low words of 1 parameters"):
+            second.step()
+    second.step()
+
+
 def test_a_model_in_float32_and_some_parameters_alone() -> None:
     model, optimizer = model_and_optimizer("plain", torch.float32)
     bias = model.bias.detach().clone()

@@ -142,6 +142,37 @@ class _Quantized(nn.Module):
         self.codes, self.adapter = codes, adapter
 
 
+def test_a_state_of_another_shape_is_refused_before_anything_moves() -> None:
+    """Of an embedding that has grown, with its codes and without its scales."""
+    first, old = torch.nn.Parameter(torch.ones(8)), torch.nn.Parameter(torch.ones(100, 64))
+    optimizer = AdamW8bit([first, old])
+    first.grad, old.grad = torch.ones(8), torch.ones(100, 64)
+    optimizer.step()
+    state = optimizer.state.pop(old)
+    new = torch.nn.Parameter(torch.ones(110, 64))
+    optimizer.param_groups[0]["params"][1] = new
+    grown = {k: torch.cat([x, x.new_zeros(10, 64)]) if x.shape == old.shape else x for k, x in state.items()}
+    optimizer.state[new] = grown
+    first.grad, new.grad, before = torch.ones(8), torch.ones(110, 64), first.detach().clone()
+    with pytest.raises(ValueError, match=r"0.1 must have a state for its shape, \(110, 64\), got another; delete"):
+        optimizer.step()
+    assert torch.equal(first, before)
+    optimizer = AdamW8bit([("first", first)])
+    optimizer.param_groups[0]["params"].append(new)
+    with pytest.raises(ValueError, match=r"group 0 must have a name for each of its 2 parameters, got 1: give it"):
+        optimizer.step()
+
+
+def test_frozen_float8_and_complex_numbers_are_left_alone() -> None:
+    codes = torch.nn.Parameter(torch.ones(4, 4).to(torch.float8_e4m3fn), requires_grad=False)
+    spectrum = torch.nn.Parameter(torch.ones(4, dtype=torch.complex64), requires_grad=False)
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    model = torch.nn.ParameterList([codes, spectrum, weight])
+    AdamW8bit(model.named_parameters())
+    recipes.get("adamw8bit-split8").apply(model)
+    assert [p.dtype for p in model] == [torch.float8_e4m3fn, torch.complex64, torch.bfloat16]
+
+
 def test_frozen_integers_are_left_alone_as_in_torch() -> None:
     """Codes of a quantized layer, beside which an adapter trains."""
     codes = torch.nn.Parameter(torch.ones(6, dtype=torch.int8), requires_grad=False)

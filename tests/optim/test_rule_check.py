@@ -54,6 +54,50 @@ def refused(**members: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["weight", "grad", "step", "skipped", "m.x", ""])
+def test_names_that_a_step_has_already_are_refused(name: str) -> None:
+    assert refused(moments=(Slot(name, signed=True), Slot("v", signed=False))).endswith(f"got {name!r}")
+
+
+def test_terms_have_names_of_their_own() -> None:
+    for name in ("lr", "elements"):
+        words = refused(terms=lambda self, arithmetic, w, g, moments, s, name=name: {name: g * g})
+        assert words == f"terms of rule 'own' must have names that no scalar has, got {name!r}"
+
+    def reads(self: Any, arithmetic: Any, weight: Any, grad: Any, moments: Any, s: Any) -> Any:
+        return grad / s["squares"] ** 0.5, dict(moments)
+
+    def squares(self: Any, arithmetic: Any, weight: Any, grad: Any, moments: Any, s: Any) -> Any:
+        return {"squares": arithmetic.square(grad)}
+
+    made = optimizer_of(direction=reads, terms=squares)
+    p = torch.nn.Parameter(torch.ones(4))
+    made([p])
+    with pytest.raises(ValueError, match=r"'own, cautious' must read names of its slots, .* got 'squares'"):
+        made([p], cautious=True)
+
+
+@pytest.mark.parametrize("reads", ["moment", "scalar", "option"])
+def test_names_that_nothing_has_are_refused(reads: str) -> None:
+    def scalars(self: Any, group: Any, step: Any) -> Any:
+        return {"lr": group["gamma" if reads == "option" else "lr"], "decay": 0.9, "share": 0.1}
+
+    def direction(self: Any, arithmetic: Any, weight: Any, grad: Any, moments: Any, s: Any) -> Any:
+        x = moments["gamma"] if reads == "moment" else s["gamma" if reads == "scalar" else "lr"]
+        return grad * x, dict(moments)
+
+    assert "names of its slots, scalars and options, got 'gamma'" in refused(scalars=scalars, direction=direction)
+
+
+def test_an_option_of_every_optimizer_is_no_hyperparameter() -> None:
+    class Wrong(optimizer_of()):  # type: ignore[misc]
+        def __init__(self, params: Any) -> None:
+            optim.NarrowOptimizer.__init__(self, params, {"lr": 1.0, "block_size": 2.0}, {})
+
+    with pytest.raises(ValueError, match="'block_size' must not be a hyperparameter"):
+        Wrong([torch.nn.Parameter(torch.ones(4))])
+
+
 def test_what_an_equation_returns_is_compared_with_its_slots_and_shape() -> None:
     def returns(make: Step) -> Step:
         return lambda self, arithmetic, weight, grad, moments, s: make(grad, moments)

@@ -521,7 +521,11 @@ class EagerSteps:
             if summed and index in self._sums:
                 terms, table = self._sums[index]
                 sums = dict(zip(terms, table[0].unbind(), strict=True))
-            stats = self._take(step, self._admitted(step, number, verdict), verdict, sums, whole)
+            try:
+                stats = self._take(step, self._admitted(step, number, verdict), verdict, sums, whole)
+            except Exception as error:  # of a rule of anybody's
+                error.add_note(f"in the step of {step.plan.name} by rule {step.plan.rule.name!r}")
+                raise
             if stats is not None:
                 names.append(step.plan.name)
                 rows.append(stats.sums)

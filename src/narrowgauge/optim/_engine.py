@@ -33,7 +33,7 @@ from narrowgauge.optim._changes import identical
 from narrowgauge.optim._copied import CopiedSteps, is_scattered
 from narrowgauge.optim._eager import EagerSteps, next_number, noise_of, update
 from narrowgauge.optim._factored_steps import FactoredSteps, written_out
-from narrowgauge.optim._plan import PLAIN, ParamPlan, ParamStep, State, kind_of
+from narrowgauge.optim._plan import PLAIN, ParamPlan, ParamStep, State, fits, kind_of
 from narrowgauge.optim._sharding import Collective, Rows, is_shared, local, local_gradient
 from narrowgauge.optim._tracing import elementwise, untraceable
 from narrowgauge.optim._verdict import (
@@ -221,6 +221,11 @@ class Engine:
                 _try_on_copy(step)
             if not own:
                 own.update(plan.init(param, group))
+            elif not fits(step):
+                raise ValueError(
+                    f"params: {plan.name} must have a state for its shape, {tuple(p.shape)}, got another; "
+                    "delete optimizer.state[parameter] to start anew"
+                )
             steps.append(step)
         return _Roster(self.plans, groups, params, grads, state, steps, self._lists(params, steps, mode))
 

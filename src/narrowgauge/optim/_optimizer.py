@@ -10,7 +10,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, ClassVar, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -63,6 +65,7 @@ from narrowgauge.storage import WeightStorage, mark_states, marked_states, weigh
 
 _MARKS = "marks"
 _MANY_SKIPS = 100  # loss scalers begin with a few
+_LIVE: WeakSet[NarrowOptimizer] = WeakSet()  # all optimizers
 
 
 class BackwardSteps(Protocol):
@@ -98,14 +101,20 @@ class NarrowOptimizer(torch.optim.Optimizer):
             name = type(self).__name__
             raise TypeError(f"params must be parameters, got a model: pass {name}(model.named_parameters())")
         self._reset()
-        defaults = {**hyperparameters, **with_defaults(type(self), options), VERSION_KEY: VERSION}
+        shared = with_defaults(type(self), options)
+        if taken := [option for option in hyperparameters if option in shared]:
+            raise ValueError(f"{taken[0]!r} must not be a hyperparameter: it is an option of every optimizer")
+        defaults = {**hyperparameters, **shared, VERSION_KEY: VERSION}
         defaults["rule"] = self.base_rule(defaults).name
         self.defaults = defaults
         self.check(defaults)
-        check_rule(self.base_rule(defaults), defaults)
+        for rule in dict.fromkeys((self.base_rule(defaults), self.rule_for(defaults))):
+            check_rule(rule, defaults)
         self._made = False
         super().__init__(params, defaults)
         self._made = True
+        self._drops_of = sum(map(_has_low_words, chain.from_iterable(g["params"] for g in self.param_groups)))
+        _LIVE.add(self)
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -130,6 +139,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self._unscaling: Unscaling | None = None
         self.in_backward: BackwardSteps | None = None
         self._has_warned = self._has_warned_of_skips = False
+        self._drops_of = 0  # parameters of which another optimizer has low words
 
     # Groups and plans.
 
@@ -398,6 +408,13 @@ class NarrowOptimizer(torch.optim.Optimizer):
         """Forget what the last step measured, and act on changed options."""
         if self._has_stats:
             self.last_stats, self._has_stats = StepStats(), False
+        if self._drops_of:
+            count, self._drops_of = self._drops_of, 0
+            warn(
+                f"step: low words of {count} parameters, which another optimizer has, are dropped; before the first "
+                "step load_state_dict(other.state_dict()) brings its state into this one, "
+                "set_full_weights(other.full_weights()) its weights alone"
+            )
         self._replan()
 
     def _remember(self, measured: Measured) -> None:
@@ -601,6 +618,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
         # too: an engine is there already, but the groups may ask for other plans.
         if "_engine" not in self.__dict__:
             self._reset()
+            _LIVE.add(self)
+        self._drops_of = 0
         self._engine.take_plans({})
         self._planned_for = None
         super().__setstate__({key: value for key, value in state.items() if key != _MARKS})
@@ -695,6 +714,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: for a parameter of no group, and a weight of another shape; nothing is changed then.
         """
+        self._drops_of = 0
         plans = dict(self.plans())
         named = {plan.name: p for p, plan in plans.items()}
         found: dict[Tensor, Tensor] = {}
@@ -761,6 +781,11 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 handle.remove()
         if read[0].notes:
             warn(f"state_dict: {read[0].notes}")
+
+
+def _has_low_words(p: Tensor) -> bool:
+    """Whether some optimizer has a low word of a parameter."""
+    return any(key.startswith("weight.") for other in _LIVE for key in other.state.get(p, ()))
 
 
 @functools.cache

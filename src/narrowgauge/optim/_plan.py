@@ -241,6 +241,21 @@ class ParamStep:
         return [p, self.grad, *low, *(state[key] for keys in words for key in keys)]
 
 
+def fits(step: ParamStep) -> bool:
+    """Whether moments and low word have the bytes that the plan gives a parameter of this shape."""
+    plan, state = step.plan, step.state
+    for slot in plan.slots:
+        if sum(x.nbytes for x in slot.tensors(state).values()) != slot.storage.nbytes(
+            step.param.shape, slot.block_size
+        ):
+            return False
+    if plan.weight_key is None:
+        return True
+    low = state.get(plan.weight_key)
+    wanted = math.ceil(step.param.numel() * plan.weight.bytes_added(plan.dtype))
+    return low is not None and low.nbytes == wanted
+
+
 def kind_of(p: Tensor) -> Kind:
     """What a plan depends on besides the options: the parameter's dtype, the states it is marked with, and whether
     it is a `Float8Weight`.
@@ -266,8 +281,8 @@ def each_once(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def never_trains(p: Tensor) -> bool:
-    """Whether a parameter holds integers, as the codes of a quantized layer do: it is left alone, as torch does."""
-    return not p.dtype.is_floating_point and not p.dtype.is_complex and not p.requires_grad
+    """Whether a frozen parameter holds what no step takes, as the codes of a quantized layer: it is left alone."""
+    return not p.requires_grad and (p.dtype.is_complex or not p.dtype.is_floating_point or p.dtype.itemsize == 1)
 
 
 def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index: int) -> ParamPlan:
@@ -287,7 +302,7 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
         raise ValueError(f"{error} ({name})") from None
     if dtype not in weight.dtypes:
         taken = " or ".join(str(dtype).removeprefix("torch.") for dtype in weight.dtypes)
-        hint = "cast the model before its optimizer is made"
+        hint = f"cast the model before its optimizer is made, or back to {taken} if it was cast since"
         if is_shared(p):  # accelerate shards a model after that
             hint = "under accelerate mixed_precision must be 'no', or it makes sharded weights float32"
         raise ValueError(f"params must be {taken} for weights={weight.name!r}, got {dtype} ({name}); {hint}")
@@ -368,6 +383,11 @@ def unique_names(groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     taken: set[str] = set()
     for number, group in enumerate(groups):
         given = group.get("param_names") or [f"{number}.{i}" for i in range(len(group["params"]))]
+        if len(given) != len(group["params"]):
+            raise ValueError(
+                f"group {number} must have a name for each of its {len(group['params'])} parameters, got "
+                f"{len(given)}: give it others by add_param_group"
+            )
         found.append([])
         for index, name in enumerate(given, start=sum(map(len, found))):
             unique = name if name not in taken else f"{number}.{name}"

@@ -17,6 +17,7 @@ from narrowgauge.optim._eager import Fp32Arithmetic
 from narrowgauge.rules import Rule
 
 _SHAPES = ((2, 3), (3,))
+_TAKEN = ("weight", "grad", "step", "skipped")  # by a step's operands, and by what a state has beside moments
 
 
 def check_rule(rule: Rule, group: Mapping[str, Any]) -> None:
@@ -31,6 +32,11 @@ def check_rule(rule: Rule, group: Mapping[str, Any]) -> None:
     if twice := {name for name in declared if declared.count(name) > 1}:
         raise ValueError(f"moments of rule {rule.name!r} must have different names, got {min(twice)!r} twice")
     for slot in rule.moments:
+        if not slot.name.isidentifier() or slot.name in _TAKEN:
+            raise ValueError(
+                f"slots of rule {rule.name!r} must have names like 'm', none of {', '.join(_TAKEN)}, got "
+                f"{slot.name!r}"
+            )
         if slot.normalizer is not None:
             check_choice(f"normalizer of slot {slot.name!r} of rule {rule.name!r}", slot.normalizer, declared)
     for shape in _SHAPES:
@@ -44,17 +50,29 @@ def _check_equation(rule: Rule, group: Mapping[str, Any], shape: tuple[int, ...]
     weight, grad = (torch.full(shape, x, dtype=torch.float32, device="cpu") for x in (0.5, 0.25))
     moments = {slot: torch.full_like(weight, 0.125) for slot in slots}
     arithmetic, returned, effects, s = Fp32Arithmetic(), dict[str, Any](), dict[str, Any](), dict[str, Any]()
+    sums, taken = dict[str, float](), list[str]()
     try:
         s |= {scalar: float(value) for scalar, value in rule.scalars(group, 1).items()}
         sums = {term: float(x.sum()) for term, x in rule.terms(arithmetic, weight, grad, moments, s).items()}
+        taken = [*s, "elements"]
         s |= sums | ({"elements": float(weight.numel())} if sums else {})
         if type(rule).direction is not Rule.direction:
             returned["direction"] = rule.direction(arithmetic, weight, grad, moments, s)
         returned["update"] = rule.update(arithmetic, weight, grad, moments, s)
         effects |= rule.remaining_effect(arithmetic, weight, returned["update"][1], s)
+    except KeyError as error:
+        if error.args and isinstance(error.args[0], str):
+            known = ", ".join(map(repr, (*slots, *s))) or "none"
+            raise ValueError(
+                f"the equation of rule {name!r} must read names of its slots, scalars and options, got {error}; "
+                f"slots and scalars are {known}"
+            ) from error
     except Exception as error:  # the first step raises it again, or does not: it may be made for other shapes
         if isinstance(error, AttributeError | TypeError) and s:
             _refuse_tensors(rule, (weight, grad, moments), s, error)
+    for term in sums:
+        if term in taken:
+            raise ValueError(f"terms of rule {name!r} must have names that no scalar has, got {term!r}")
     for method, result in returned.items():
         _check_returned(f"{method} of rule {name!r}", result, weight, slots)
     for effect in effects:
@@ -87,8 +105,10 @@ def _check_returned(what: str, returned: Any, weight: Tensor, slots: Sequence[st
     if sorted(moments) != sorted(slots):
         raise ValueError(f"{what} must return the moments {', '.join(slots)}, got {', '.join(moments) or 'none'}")
     for part, x in {"the update": made, **moments}.items():
-        if not isinstance(x, Tensor) or x.shape != weight.shape:
-            shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        if not isinstance(x, Tensor) or x.shape != weight.shape or x.is_complex():
+            shape = type(x).__name__
+            if isinstance(x, Tensor):
+                shape = "complex numbers" if x.is_complex() else str(tuple(x.shape))
             raise ValueError(
                 f"{what} must return {part} in the parameter's shape {tuple(weight.shape)}, got {shape}"
             )

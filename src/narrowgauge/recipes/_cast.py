@@ -22,6 +22,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from narrowgauge._text import warn
 from narrowgauge.optim._groups import is_norm, named
+from narrowgauge.optim._plan import never_trains
 from narrowgauge.optim._sharding import is_shared
 
 NORMS = "norms"
@@ -58,7 +59,7 @@ def _other_dtypes(
         own = _of_statistics(module, dtype)
         for p in module.parameters(recurse=False):
             wanted = torch.float32 if id(p) in kept else own
-            if p.is_floating_point() and p.dtype != wanted:
+            if p.is_floating_point() and p.dtype != wanted and not never_trains(p):
                 found[p] = wanted
     return list(found.items())
 
