@@ -411,8 +411,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
         if self._drops_of:
             count, self._drops_of = self._drops_of, 0
             warn(
-                f"step: low words of {count} parameters, which another optimizer has, are dropped; before the first "
-                "step load_state_dict(other.state_dict()) brings its state into this one, "
+                f"step: low words of {count} parameters, which another optimizer has, are dropped; before the "
+                "first step load_state_dict(other.state_dict()) brings its state into this one, "
                 "set_full_weights(other.full_weights()) its weights alone"
             )
         self._replan()
