@@ -67,10 +67,10 @@ distance = (optimizer.full_weights()[weight] - w).norm() / (w - start).norm()
 print(f"loss {loss.item():.3f}; the ends are {distance:.2%} of the way apart")
 
 # A group of another optimizer may name the rule.
-others = torch.nn.Parameter(torch.randn(64, 128))
+one, other = (torch.nn.Parameter(torch.randn(64, 128)) for _ in range(2))
 mixed = ng.optim.Lion(
-    [{"params": [weight]}, {"params": [others], "rule": "adabelief", "lr": 1e-3}], lr=1e-4, states="log8"
+    [{"params": [one]}, {"params": [other], "rule": "adabelief", "lr": 1e-3}], lr=1e-4, states="log8"
 )
-weight.grad, others.grad = torch.randn_like(weight), torch.randn_like(others)
+one.grad, other.grad = torch.randn_like(one), torch.randn_like(other)
 mixed.step()
 print(mixed.describe())
