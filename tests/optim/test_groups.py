@@ -1,7 +1,9 @@
 """Splitting a model into groups: each parameter in one, by what it is."""
 
 import copy
+import inspect
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -161,6 +163,35 @@ def test_a_state_of_another_shape_is_refused_before_anything_moves() -> None:
     optimizer.param_groups[0]["params"].append(new)
     with pytest.raises(ValueError, match=r"group 0 must have a name for each of its 2 parameters, got 1: give it"):
         optimizer.step()
+
+
+class _Mixin:
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+
+
+class _Mixed(_Mixin, AdamW):
+    def __init__(self, *args: Any, tag: int = 1, **options: Any) -> None:
+        super().__init__(*args, **options)
+
+
+class _DefaultFirst(AdamW):
+    def __init__(self, lr: float = 0.1, *args: Any, **options: Any) -> None:
+        super().__init__(*args, lr=lr, **options)
+
+
+class _Named(AdamW):
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+
+
+def test_subclasses_show_the_arguments_that_they_pass_on() -> None:
+    shown = [*inspect.signature(AdamW).parameters]
+    assert [*inspect.signature(_Mixed).parameters] == [*shown[:6], "tag", *shown[6:]]
+    assert [*inspect.signature(_Named).parameters] == shown
+    _DefaultFirst(0.1, [torch.nn.Parameter(torch.ones(4))])  # no signature could show it
+    with pytest.raises(TypeError, match="the nearest is 'betas'"):
+        _Named([torch.nn.Parameter(torch.ones(4))], beta=(0.9, 0.99))
 
 
 def test_frozen_float8_and_complex_numbers_are_left_alone() -> None:

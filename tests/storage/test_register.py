@@ -76,6 +76,8 @@ def test_methods_that_do_not_fit_each_other_are_refused_by_name() -> None:
     assert refused(codes=lambda self, tensors, shape: tensors["codes"].long()).startswith(
         "codes of storage 'wrong'"
     )
+    reads = refused(init=lambda self, p, signed, block_size: Tenths.init(self, p * float(p.sum() > 9), signed, 1))
+    assert reads.startswith("init of storage 'wrong' must run on the meta device: ")
     wide = Codes16("wrong", torch.int16)
     with pytest.raises(ValueError, match=r"^codes of storage 'wrong' must be uint8, got torch\.int16$"):
         register_state("wrong", wide)

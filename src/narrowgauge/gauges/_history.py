@@ -61,6 +61,7 @@ def storages_by_slot(header: Mapping[str, Any]) -> dict[str, dict[str, str]]:
                 own = group.get(key)
                 apart = own.get(name) if isinstance(own, Mapping) else None
                 kept |= apart if isinstance(apart, Mapping) else {}
+            kept.pop("reason", None)  # a fitted recipe's, beside the storages
             found[name] = {slot: storage for slot, storage in kept.items() if isinstance(storage, str)}
     return found
 

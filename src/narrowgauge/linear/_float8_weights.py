@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 from narrowgauge._module_names import clean_name
@@ -48,11 +49,11 @@ def to_float8_weights(model: nn.Module) -> dict[str, str]:
     return kept
 
 
-def to_plain_weights(model: nn.Module) -> None:
-    """Make a model's `Float8Weight` parameters float32 ones in place, with all their twelve significant bits."""
+def to_plain_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Make a model's `Float8Weight` parameters plain ones in place: their twelve significant bits, in a dtype."""
     for p in model.parameters():
         if isinstance(p, Float8Weight):
-            become(p, from_words(p.codes, p.low, p.scale))
+            become(p, from_words(p.codes, p.low, p.scale).to(dtype))
 
 
 def weight_formats(plan: LinearPlan) -> tuple[str, ...]:

@@ -168,19 +168,19 @@ class Engine:
         plan = self.plans[p]
         if plan.strict:
             return "eager torch", ""
-        plan = written_out(plan, group) or plan
+        plan = written_out(plan, group) or plan  # made anew: `_left` may have an equal one
         param, (seen, left) = local(p), self._left.get(p, (None, ""))
         none = unavailable(param.device) if "triton" in self.backends else "not asked for"
         if none is None:
             from narrowgauge.optim._triton_backend import unsupported
 
-            reason = left if seen is plan else unsupported(plan, param) or untraceable(plan, group)
+            reason = left if seen == plan else unsupported(plan, param) or untraceable(plan, group)
             return (f"fused {name()}", "") if reason is None else ("eager torch", f"not fused: {reason}")
         if param.device.type != "cpu":
             return "eager torch", f"not fused: {none}"
         if "c" not in self.backends:
             return "eager torch", "not fused: not asked for"
-        reason = left if seen is plan else _c_backend.unsupported(plan, param, group)
+        reason = left if seen == plan else _c_backend.unsupported(plan, param, group)
         return ("fused C", "") if reason is None else ("eager torch", f"not fused: {reason}")
 
     def sums_over_parameters(self) -> bool:

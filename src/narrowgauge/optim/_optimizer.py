@@ -413,7 +413,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
             warn(
                 f"step: low words of {count} parameters, which another optimizer has, are dropped; before the "
                 "first step load_state_dict(other.state_dict()) brings its state into this one, "
-                "set_full_weights(other.full_weights()) its weights alone"
+                "set_full_weights(other.full_weights()) its weights alone; if you set the weights anew, all is well"
             )
         self._replan()
 
@@ -714,7 +714,6 @@ class NarrowOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: for a parameter of no group, and a weight of another shape; nothing is changed then.
         """
-        self._drops_of = 0
         plans = dict(self.plans())
         named = {plan.name: p for p, plan in plans.items()}
         found: dict[Tensor, Tensor] = {}
@@ -729,6 +728,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
                     f"{tuple(p.shape)}, got a {type(wide).__name__} of shape {tuple(wide.shape)}"
                 )
             found[p] = wide
+        self._drops_of = 0
         groups = {p: group for group in self.param_groups for p in group["params"]}
         for p, wide in found.items():
             plan, part, exact = plans[p], local(p.detach()), local(wide.detach()).to(p.device, torch.float32)

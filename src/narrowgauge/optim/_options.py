@@ -205,6 +205,9 @@ def what_plain_loses(dtype: torch.dtype, lr: float | Tensor) -> str:
     )
 
 
+_KINDS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
 @functools.cache
 def _hints() -> dict[str, Any]:
     """The types of the shared options; reading them takes a millisecond, and every optimizer asks."""
@@ -214,18 +217,20 @@ def _hints() -> dict[str, Any]:
 def show_options(cls: Any) -> None:
     """Let `inspect.signature`, and so `help`, show what an optimizer's ``**options`` and ``*args`` stand for.
 
-    They are the shared options, with its default of `states`, and the arguments of its base.
+    They are the shared options, with its default of `states`, and the arguments of its base if it passes any on.
     """
-    every, rest = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    every, rest, keyword = _KINDS
     signature = inspect.signature(cls.__init__)
     parameters = list(signature.parameters.values())
-    kinds = [one.kind for one in parameters]
-    if rest in kinds and "__init__" in vars(cls):
-        hints = _hints()
-        if every in kinds:
-            parameters += inspect.signature(cls.__mro__[1].__init__).parameters.values()
+    last = parameters[-1]
+    if last.kind is rest and "__init__" in vars(cls):
+        hints, takes_all = _hints(), any(one.kind is every for one in parameters)
+        base = next((vars(one)["__signature__"] for one in cls.__mro__[1:] if "__signature__" in vars(one)), None)
+        if base is not None and (takes_all or "Options" not in str(last.annotation)):  # not our own Unpack[Options]
+            theirs = base.parameters.values()
+            parameters += theirs if takes_all else [one.replace(kind=keyword) for one in theirs]
         parameters += (
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
+            inspect.Parameter(name, keyword, default=default, annotation=hints[name])
             for name, default in _DEFAULTS.items()
         )
         found: dict[str, inspect.Parameter] = {}
@@ -233,7 +238,10 @@ def show_options(cls: Any) -> None:
             if one.kind not in (every, rest):
                 found.setdefault(one.name, one)
         parameters = sorted(found.values(), key=lambda one: one.kind)
-        cls.__init__.__signature__ = signature.replace(parameters=parameters)
+        try:
+            cls.__init__.__signature__ = signature.replace(parameters=parameters)
+        except ValueError:  # an argument with a default before one of the base without
+            return
     shown = [one.replace(default=cls.default_states) if one.name == "states" else one for one in parameters]
     cls.__signature__ = signature.replace(parameters=shown[1:])
 

@@ -242,18 +242,22 @@ class ParamStep:
 
 
 def fits(step: ParamStep) -> bool:
-    """Whether moments and low word have the bytes that the plan gives a parameter of this shape."""
-    plan, state = step.plan, step.state
+    """Whether moments and low word have the shapes that a parameter of this shape gives them."""
+    plan, p = step.plan, step.param
+    shapes: dict[str, torch.Size | None] = {}
     for slot in plan.slots:
-        if sum(x.nbytes for x in slot.tensors(state).values()) != slot.storage.nbytes(
-            step.param.shape, slot.block_size
-        ):
-            return False
-    if plan.weight_key is None:
-        return True
-    low = state.get(plan.weight_key)
-    wanted = math.ceil(step.param.numel() * plan.weight.bytes_added(plan.dtype))
-    return low is not None and low.nbytes == wanted
+        shapes |= slot.keyed(_shapes(slot.storage, p.shape, p.dtype, slot.slot.signed, slot.block_size))
+    if plan.weight_key is not None:
+        shapes[plan.weight_key] = torch.Size(plan.weight.low_shape(p))
+    return all(key in step.state and step.state[key].shape == shape for key, shape in shapes.items())
+
+
+@functools.lru_cache(maxsize=4096)
+def _shapes(
+    storage: StateStorage, shape: torch.Size, dtype: torch.dtype, signed: bool, block_size: int
+) -> dict[str, torch.Size]:
+    tensors = storage.init(torch.empty(shape, dtype=dtype, device="meta"), signed, block_size)
+    return {name: x.shape for name, x in tensors.items()}
 
 
 def kind_of(p: Tensor) -> Kind:

@@ -48,8 +48,8 @@ def check_rule(rule: Rule, group: Mapping[str, Any]) -> None:
 def _check_equation(rule: Rule, group: Mapping[str, Any], shape: tuple[int, ...]) -> None:
     name, slots = rule.name, [slot.name for slot in rule.slots(group)]
     weight, grad = (torch.full(shape, x, dtype=torch.float32, device="cpu") for x in (0.5, 0.25))
-    moments = {slot: torch.full_like(weight, 0.125) for slot in slots}
-    arithmetic, returned, effects, s = Fp32Arithmetic(), dict[str, Any](), dict[str, Any](), dict[str, Any]()
+    moments = _Names({slot: torch.full_like(weight, 0.125) for slot in slots})
+    arithmetic, returned, effects, s = Fp32Arithmetic(), dict[str, Any](), dict[str, Any](), _Names()
     sums, taken = dict[str, float](), list[str]()
     try:
         s |= {scalar: float(value) for scalar, value in rule.scalars(group, 1).items()}
@@ -60,13 +60,11 @@ def _check_equation(rule: Rule, group: Mapping[str, Any], shape: tuple[int, ...]
             returned["direction"] = rule.direction(arithmetic, weight, grad, moments, s)
         returned["update"] = rule.update(arithmetic, weight, grad, moments, s)
         effects |= rule.remaining_effect(arithmetic, weight, returned["update"][1], s)
-    except KeyError as error:
-        if error.args and isinstance(error.args[0], str):
-            known = ", ".join(map(repr, (*slots, *s))) or "none"
-            raise ValueError(
-                f"the equation of rule {name!r} must read names of its slots, scalars and options, got {error}; "
-                f"slots and scalars are {known}"
-            ) from error
+    except _Unknown as error:
+        known = ", ".join(map(repr, (*slots, *s)))
+        raise ValueError(
+            f"the equation of rule {name!r} must read names of its slots and scalars, {known}, got {error}"
+        ) from error
     except Exception as error:  # the first step raises it again, or does not: it may be made for other shapes
         if isinstance(error, AttributeError | TypeError) and s:
             _refuse_tensors(rule, (weight, grad, moments), s, error)
@@ -84,6 +82,15 @@ def _check_equation(rule: Rule, group: Mapping[str, Any], shape: tuple[int, ...]
             raise ValueError(
                 f"the equation of rule {name!r} must not change {argument!r} in place: write x * 2, not x.mul_(2)"
             )
+
+
+class _Unknown(KeyError):
+    """A name that no slot or scalar has."""
+
+
+class _Names(dict[str, Any]):
+    def __missing__(self, name: str) -> Any:
+        raise _Unknown(name)
 
 
 def _refuse_tensors(

@@ -7,6 +7,7 @@ again only when an entry of it has changed. Hyperparameters that change at every
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -22,7 +23,7 @@ from narrowgauge.kernels._step._launch import Cut, TritonKernels, cut_for_sums
 from narrowgauge.kernels._step._layout import AT, WIDTH, Layout
 from narrowgauge.optim._changes import OfGroup, TensorSnapshot
 from narrowgauge.optim._launch_tables import LaunchTables, ListLaunch
-from narrowgauge.optim._plan import PLAIN, ParamPlan, ParamStep, SlotPlan, State, fits, moments_of
+from narrowgauge.optim._plan import PLAIN, ParamPlan, ParamStep, SlotPlan, State, moments_of
 from narrowgauge.optim._sharding import Rows, origin_of, to_device, whole_of
 from narrowgauge.optim._tracing import FACTOR, Hyperparameters, Static, equation, scalar_graph
 from narrowgauge.optim._verdict import GradientReport, Verdict
@@ -91,10 +92,19 @@ def why_not(step: ParamStep) -> str | None:
 
 def _fits(step: ParamStep) -> bool:
     """Whether the state has all that a kernel reads and writes."""
+    plan, state, n = step.plan, step.state, step.param.numel()
     counters = {"step": torch.float32, "skipped": torch.int64}
-    return fits(step) and all(
-        name in step.state and step.state[name].dtype == dtype for name, dtype in counters.items()
-    )
+    if any(name not in state or state[name].dtype != dtype for name, dtype in counters.items()):
+        return False
+    for slot in plan.slots:
+        if sum(x.nbytes for x in slot.tensors(state).values()) != slot.storage.nbytes(
+            step.param.shape, slot.block_size
+        ):
+            return False
+    if plan.weight_key is None:
+        return True
+    low = state.get(plan.weight_key)
+    return low is not None and low.nbytes == math.ceil(n * plan.weight.bytes_added(plan.dtype))
 
 
 class TritonSteps:

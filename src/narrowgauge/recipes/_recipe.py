@@ -150,6 +150,8 @@ class Recipe:
             restore(layer)
         try:
             self._give_plans(model)
+            if self.float8_plan is None:
+                to_plain_weights(model, self.dtype)
         except BaseException:
             for layer in _planned(model) - kept:
                 restore(layer)
@@ -278,8 +280,6 @@ class Recipe:
         narrow = self.dtype.itemsize < torch.float32.itemsize  # a wide recipe widens statistics too
         if narrow:
             warn_of_statistics(model)
-        if self.float8_plan is None:
-            to_plain_weights(model)
         self.swap_layers(model)
         cast(model, self.dtype, wide)
         compute_in_fp32(model, kept if narrow else ())

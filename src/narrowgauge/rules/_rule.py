@@ -103,8 +103,9 @@ class Rule(Protocol):
         betas: how many decay rates the group's ``betas`` hold.
         torch_numbers: the scalars that torch's optimizer of the same name has in its state; here they follow from
             the step.
-        given_factors: for kernels, in place of a rule that asks `Arithmetic.factored`: the moment is given as that
-            reads it, and stays so. None: eager torch takes its steps where a moment is stored by factors.
+        given_factors: the rule for kernels, if this one asks `Arithmetic.factored`. Its moment is what `factored`
+            returned, and it returns that unchanged; `second_moment` of this one must not read the weight. None:
+            eager torch takes the steps.
     """
 
     name: str

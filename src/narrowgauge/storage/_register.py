@@ -62,6 +62,12 @@ def _check_methods(storage: StateStorage, signed: bool) -> None:
     start, made = storage.init(x, signed, _BLOCK), storage.encode(x, context)
     if (kept := _forms(start)) != (got := _forms(made)):
         raise ValueError(f"encode of storage {storage.name!r} must return what init does, {kept}, got {got}")
+    try:
+        bare = _forms(storage.init(x.to("meta"), signed, _BLOCK))
+    except Exception as error:  # of anybody's
+        raise ValueError(f"init of storage {storage.name!r} must run on the meta device: {error}") from error
+    if bare != kept:
+        raise ValueError(f"init of storage {storage.name!r} must return {kept} on the meta device too, got {bare}")
     for what, tensors in (("init", start), ("encode", made)):
         moment = storage.decode(tensors, context)
         if moment.shape != _SHAPE or moment.dtype != torch.float32:
