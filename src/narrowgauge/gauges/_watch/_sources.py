@@ -200,15 +200,18 @@ def header(
     }  # fmt: skip
 
 
-def groups_of(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> list[Record]:
-    """The options of each group and the names of its "parameters".
+def groups_of(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], only: Iterable[str] | None = None
+) -> list[Record]:
+    """The options of each group, or `only` some, and the names of its "parameters".
 
     With the weight storage that ``"auto"`` is for its first parameter, and for torch's optimizers the dtypes of
     second moments.
     """
     groups: list[Record] = []
     for number, group in enumerate(optimizer.param_groups):
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        wanted = group.keys() - {"params", "param_names"} if only is None else only
+        options = {key: value for key, value in group.items() if key in wanted}
         known = group.get("param_names") or [f"{number}.{i}" for i in range(len(group["params"]))]
         for key in ("kept", "storages"):  # by the optimizer's names there
             if isinstance(of := group.get(key), Mapping):

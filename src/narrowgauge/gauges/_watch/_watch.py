@@ -341,7 +341,9 @@ class Watch:
         self._stored = now
 
     def _storages(self) -> dict[str, dict[str, str]]:
-        return storages_by_slot({"groups": groups_of(self._optimizer, self._measurements.names)})
+        # A learning rate may be a tensor on a GPU, and reading it would wait.
+        options = ("weights", "states", "kept", "storages")
+        return storages_by_slot({"groups": groups_of(self._optimizer, self._measurements.names, options)})
 
     def _send(self, found: Sequence[Part]) -> None:
         """Send the waiting steps, and the tables of the present one."""
