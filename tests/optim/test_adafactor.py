@@ -191,7 +191,10 @@ def test_kernels_step_factored_moments_as_eager_torch_does(
         stats = [optimizer.last_stats[name].sums for name in ("0.0", "0.2")] if way == "measured" else []
         own = [{k: x for k, x in optimizer.state[p].items() if not k.startswith("weight.")} for p in params]
         found.append(([optimizer.full_weights()[p] for p in params], own, stats))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
+    weights, own, stats = zip(*found, strict=True)
+    # A unit in the last place of split8's 16 bits; of float32 otherwise a few roundings.
+    torch.testing.assert_close(*weights, rtol=2.0**-15 if "weights" in options else 1e-5, atol=1e-7)
+    torch.testing.assert_close([*own[:1], *stats[:1]], [*own[1:], *stats[1:]], rtol=1e-5, atol=1e-7)
     assert [state["skipped"] for state in found[0][1]] == [0, 0, 1, 0, 0]
 
 

@@ -104,7 +104,8 @@ class FactoredSteps:
         eager: Callable[[list[ParamStep]], StepList],
     ) -> None:
         self.steps, self.watched, self._lists_of, self._eager = steps, steps, lists, eager
-        self._plans = {step.index: written_out(step.plan, step.group) for step in steps}
+        found = {step.index: written_out(step.plan, step.group) for step in steps}
+        self._plans = {index: plan for index, plan in found.items() if plan is not None}
 
     def refresh(self, grads: Sequence[Tensor], states: Sequence[State]) -> bool:
         return all(
@@ -150,10 +151,9 @@ def _some_at_a_time(steps: Sequence[ParamStep]) -> Iterator[list[ParamStep]]:
 
 
 def _write_out(
-    step: ParamStep, plan: ParamPlan | None, verdict: Verdict | None
+    step: ParamStep, plan: ParamPlan, verdict: Verdict | None
 ) -> tuple[ParamStep, dict[str, tuple[Tensor, Tensor]]]:
     """A step whose factored moments are written out, and the new means where they are known already, by slot."""
-    assert plan is not None
     state, arithmetic = dict(step.state), _Keeping()
     for slot in filter(_is_factored, step.plan.slots):
         wide = slot.decode(state, step.param.shape)
