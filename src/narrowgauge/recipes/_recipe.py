@@ -132,21 +132,19 @@ class Recipe:
             ValueError: for a layer that the model does not have, that cannot have a plan (see `swap_linears`), or
                 that cannot lose one; no plan is changed then.
         """
-        before = {name: layer for name, layer in model.named_modules() if isinstance(layer, PlannedModule)}
-        gone = {
-            n: layer
-            for n, layer in before.items()
-            if layer.of_recipe and layer.plan != self._plan_of(clean_name(n))
-        }
-        for name, layer in gone.items():
+        planned = {name: layer for name, layer in model.named_modules() if isinstance(layer, PlannedModule)}
+        gone: dict[PlannedModule, tuple[type[PlannedModule], LinearPlan]] = {}
+        for name, layer in planned.items():
+            if not layer.of_recipe or layer.plan == self._plan_of(clean_name(name)):
+                continue
             if is_held(layer) or former_class(layer) is None:
                 raise ValueError(
                     f"model must have layers that can lose the plan of the recipe before, got {name!r}: first undo "
                     "what was applied to it since, such as hold_activations or fully_shard"
                 )
-        was = [(layer, type(layer), layer.plan) for layer in gone.values()]
-        kept = set(before.values()) - set(gone.values())
-        for layer in gone.values():
+            gone[layer] = type(layer), layer.plan
+        kept = set(planned.values()) - gone.keys()
+        for layer in gone:
             restore(layer)
         try:
             self._give_plans(model)
@@ -155,7 +153,7 @@ class Recipe:
         except BaseException:
             for layer in _planned(model) - kept:
                 restore(layer)
-            for layer, kind, plan in was:
+            for layer, (kind, plan) in gone.items():
                 layer.__class__ = kind
                 layer.set_plan(plan)
                 layer.of_recipe = True
