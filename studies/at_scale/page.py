@@ -190,6 +190,34 @@ def curve(results: Results) -> str:
     )  # fmt: skip
 
 
+def stopped(results: Results) -> str:
+    """Rows that the time ended before their last step: losses along the way, as differences from D's below it."""
+    runs = {run["row"]: run for run in results["runs"]}
+    loss = {name: dict(map(tuple, run["validation"])) for name, run in runs.items()}
+    trained = {name: dict(map(tuple, run["curve"])) for name, run in runs.items()}
+    steps, own = results["training"]["steps"], loss[REFERENCE]
+    seen = [min(own, key=lambda step: abs(step - share * steps)) for share in (0.1, 0.25, 0.5, 0.75, 0.95)]
+    late = [step for step in trained[REFERENCE] if step > 0.9 * steps]
+
+    def beside(name: str, value: float, reference: float) -> str:
+        return f"{value:.4f}" if name == REFERENCE else f"{value - reference:+.4f}"
+
+    def lately(name: str) -> float:
+        return statistics.fmean(trained[name][step] for step in late)
+
+    return table(
+        (row["name"] for row in results["rows"]),
+        ("row", lambda name: f"`{name}`"),
+        ("bytes", lambda name: runs[name]["bytes"]["total"], ".2f"),
+        ("steps", lambda name: f"{runs[name]['steps']:,} of {steps:,}"),
+        *per(
+            seen, lambda step: f"{100 * step / steps:.0f} %",
+            ("", lambda step, name: beside(name, loss[name][step], own[step])),
+        ),
+        ("training loss, last tenth", lambda name: beside(name, lately(name), lately(REFERENCE))),
+    )  # fmt: skip
+
+
 @at_the_rate
 def tasks(results: Results) -> str:
     """Right answers by task, over the seeds; chance, and the standard error of one run's share, below."""
@@ -371,8 +399,9 @@ def origin(results: Results) -> str:
 def facts(results: Results) -> dict[str, str]:
     """Every number in the page's sentences."""
     training, found = results["training"], beside(results)
+    count = results["parameters"][training["model"]]
     named = {
-        "parameters": f"{results['parameters'][training['model']] / 1e9:.1f} billion",
+        "parameters": f"{count / 1e9:.1f} billion" if count >= 1e9 else f"{count / 1e6:.0f} million",
         "steps": f"{training['steps']:,}", "rate": f"{best_rate(results):g}",
         "windows": f"{8 * training['windows']:,}", "fewer": f"{training['windows']:,}",
         "tokens": f"{training['steps'] * training['batch'] * training['sequence']:,}",
@@ -487,6 +516,6 @@ def _lines(results: Results, name: str) -> list[list[tuple[int, float]]]:
 
 TABLES: dict[str, Any] = {
     "origin": origin, "rows": rows, "curve": curve, "tasks": tasks, "gauges": gauges, "turns": turns,
-    "rates": rates, "text": text,
+    "rates": rates, "stopped": stopped, "text": text,
 }  # fmt: skip
 PICTURES = {"": differences}

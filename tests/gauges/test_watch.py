@@ -374,7 +374,8 @@ def test_a_tensor_whose_updates_are_all_lost_raises_one_alarm(caplog: pytest.Log
 
 def test_an_update_that_arrives_begins_the_count_of_lost_ones_anew(caplog: pytest.LogCaptureFixture) -> None:
     def records(name: str, *shares: float) -> list[dict[str, Any]]:
-        return [{"kind": "update", "step": s, "name": name, "lost": lost} for s, lost in enumerate(shares, 1)]
+        own = {"kind": "update", "name": name, "norm": 1.0}
+        return [{**own, "step": s, "lost": lost} for s, lost in enumerate(shares, 1)]
 
     alarmed: list[dict[str, Any]] = []
     alarms = Alarms(alarmed.append, 0)
@@ -389,6 +390,15 @@ def test_an_update_that_arrives_begins_the_count_of_lost_ones_anew(caplog: pytes
     lines = [record.getMessage() for record in caplog.records if record.name == "narrowgauge.gauges"]
     assert len(lines) == MOST_LOGGED + 1
     assert lines[-1] == "step 1: every update of more tensors is lost: see the records"
+
+
+def test_lost_updates_raise_no_alarm_where_the_learning_rate_has_decayed() -> None:
+    alarms, raised = Alarms(None, 0), []
+    norms = (0.1, 1.0, 0.5, 0.049, 0.04, 0.03, 0.02, 0.06, 0.051, 0.05)
+    for step, norm in enumerate(norms, 1):
+        lost = 1.0 if step > 3 else 0.0
+        raised += alarms.raised_by({"kind": "update", "step": step, "name": "w", "norm": norm, "lost": lost})
+    assert [alarm["step"] for alarm in raised] == [10], "three in a row that are no twentieth of the longest"
 
 
 def test_a_watch_that_ended_keeps_neither_model_nor_optimizer_alive_by_hooks() -> None:

@@ -258,6 +258,23 @@ def test_the_page_names_runs_of_another_device() -> None:
     assert len(page.speeds(moved, row)) == len(page.speeds(here, row)) - 1
 
 
+def test_runs_that_the_time_ended_show_what_they_have() -> None:
+    """README and page say of the committed ones how far apart they stay."""
+    committed = json.loads((Path(run.__file__).parent / "results" / "at_scale_llama_350m.json").read_text())
+    loss = {of["row"]: dict(map(tuple, of["validation"])) for of in committed["runs"]}
+    steps, name = committed["training"]["steps"], "adamw8bit-split8"
+    apart = {step / steps: mine - loss["D"][step] for step, mine in loss[name].items()}
+    assert max(abs(by) for at, by in apart.items() if at > 0.64) < 0.002
+    assert all(by < 0 for at, by in apart.items() if at <= 0.25)
+    assert min(by for at, by in apart.items() if 0.25 < at <= 0.6) > 0
+    assert 0.005 < max(by for at, by in apart.items() if 0.25 < at <= 0.6) < 0.006
+    shown = page.stopped(committed).splitlines()[-1]
+    late = [[value for step, value in of["curve"] if step > 0.9 * steps] for of in committed["runs"]]
+    difference = sum(late[0]) / len(late[0]) - sum(late[1]) / len(late[1])
+    assert f"| 7,600 of 7,629 | {apart[762 / steps]:+.4f} |" in shown
+    assert shown.endswith(f"| {apart[7247 / steps]:+.4f} | {difference:+.4f} |")
+
+
 def test_questions_have_one_right_answer_and_are_the_same_again(parts: Path) -> None:
     asked, again = (tasks.questions(Parts(parts), 512, 8) for _ in range(2))
     assert asked["cloze"].prompts

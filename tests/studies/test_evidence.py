@@ -134,7 +134,7 @@ def test_a_bad_entry_is_named(change: dict[str, str], message: str) -> None:
 def test_results_of_all_sources_are_used() -> None:
     """A study or benchmark of the papers whose results no claim looks up has been forgotten."""
     used = {file for _, claim in CLAIMS for file, _, _ in evidence.FIGURE.findall(claim.here)}
-    variant = r"(_beta95|_fast|_micro|_mini|_float8|_long|_gpt2|_llama_1b|_tenth|_hundredth)*"
+    variant = r"(_beta95|_fast|_micro|_mini|_float8|_long|_gpt2|_llama_350m|_llama_1b|_tenth|_hundredth)*"
     variant += r"(_h[12]00|_cpu)?(\.json)?$"
     stems = {re.sub(variant, "", file) for file in used}
     # Of no paper, beside what is looked up, or older than that.

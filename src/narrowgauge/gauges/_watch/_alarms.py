@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from narrowgauge.gauges._history import STOCHASTIC, storages_by_slot
 from narrowgauge.gauges._records import LOG, Record
-from narrowgauge.gauges._rules import ALL_LOST, MIN_MEASUREMENTS, SKIPPED
+from narrowgauge.gauges._rules import ALL_LOST, MIN_MEASUREMENTS, SHORT, SKIPPED
 from narrowgauge.gauges._spikes import LossSpikes, RmsSpikes, Spike
 
 MOST_LOGGED = 5  # tensors of a kind that are logged by name: when a training diverges all have inf or NaN
@@ -31,6 +31,7 @@ class Alarms:
         self._rms: dict[str, RmsSpikes] = {}
         self._once: set[tuple[str, str]] = set()
         self._lost: Counter[str] = Counter()
+        self._longest: dict[str, float] = {}
         self._random: set[str] = set()
         self._logged: Counter[str] = Counter()
         self._raised: deque[Record] = deque()
@@ -93,7 +94,10 @@ class Alarms:
             watch = self._rms.setdefault(each, RmsSpikes(warmup=self._warmup))
             found += self._spike(watch.add(ratio, step), "rms", each)
         if kind == "update" and name and name not in self._random:
-            self._lost[name] = self._lost[name] + 1 if record.get("lost", 0.0) >= ALL_LOST else 0
+            norm = record["norm"]
+            longest = self._longest[name] = max(norm, self._longest.get(name, 0.0))
+            lost = record.get("lost", 0.0) >= ALL_LOST and norm >= SHORT * longest
+            self._lost[name] = self._lost[name] + 1 if lost else 0
             if self._lost[name] >= MIN_MEASUREMENTS and self._first("lost", name):
                 values = {"value": record["lost"], "threshold": ALL_LOST}
                 found.append({"kind": "lost", "step": step, "of": "lost updates", "name": name, **values})
