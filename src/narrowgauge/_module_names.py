@@ -1,11 +1,12 @@
-"""Models and optimizers without their wrappers, and parameter names without what wrappers add to them."""
+"""Models and optimizers without their wrappers, names without what wrappers add to them, and what a copy lacks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 # What torch.compile and activation checkpointing put into qualified names.
@@ -28,6 +29,17 @@ def unwrap_optimizer(optimizer: Any) -> Any:
         if isinstance(inner, torch.optim.Optimizer):
             return unwrap_optimizer(inner)
     return optimizer
+
+
+def computed(model: nn.Module) -> Iterator[Tensor]:
+    """The tensors with a graph that modules keep, as weight norms the weight of the last pass.
+
+    `copy.deepcopy` refuses them: its memo must say what they become.
+    """
+    for module in model.modules():
+        for value in vars(module).values():
+            each = value if isinstance(value, list) else [value]  # a recurrent layer has a list of its weights
+            yield from (x for x in each if isinstance(x, Tensor) and not x.is_leaf)
 
 
 def clean_name(name: str) -> str:

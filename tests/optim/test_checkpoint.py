@@ -229,7 +229,10 @@ def odd(state_dict: dict) -> dict:
         (lambda s: group(s).pop("block_size"), "group 0 must have 'block_size'"),
         (lambda s: group(s).update(states="7bit"), "group 0: states.*'7bit'"),
         (lambda s: s.pop("state"), r"must be a dict with 'state' .*, got \['param_groups'\]"),
-        (lambda s: s["param_groups"].append(group(s)), "groups must have 3 parameters, got 3 and 3: make"),
+        (
+            lambda s: s["param_groups"].append(group(s)),
+            "groups have 3 parameters, those that were saved 3 and 3: make",
+        ),
         (lambda s: odd(s).pop("step"), "odd must have 'step', got"),
         (lambda s: odd(s).pop("m.scales"), "'m' of odd must be a moment of .* got {'codes': "),
         (

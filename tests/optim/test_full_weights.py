@@ -73,7 +73,7 @@ def test_another_optimizer_that_drops_low_words_says_so(way: str) -> None:
         second.load_state_dict(first.state_dict())
     del first  # what it had is dropped all the same
     if way == "nothing":
-        with pytest.warns(UserWarning, match="low words of 1 parameters"):
+        with pytest.warns(UserWarning, match="1 parameters lose the low words"):
             second.step()
     second.step()
 

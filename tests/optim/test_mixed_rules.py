@@ -179,6 +179,7 @@ class Model(nn.Module):
     def __init__(self, tied: bool) -> None:
         super().__init__()
         self.embed, self.positions = nn.Embedding(20, 8), nn.Parameter(torch.zeros(1, 4, 8))
+        self.gains = nn.Parameter(torch.ones(8, 1))  # as of a weight norm: no matrix
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
         self.norm, self.lm_head = nn.LayerNorm(8), nn.Linear(8, 20, bias=False)
         self.scorer = nn.Linear(8, 2, bias=False)
@@ -196,7 +197,7 @@ def test_groups_of_a_model(tied: bool) -> None:
     optimizer = Muon.for_model(model, 0.02, 0.05, others={"lr": 3e-4}, weights="plain")
     rules = {row.parameter: row.rule for row in optimizer.describe().rows}
     assert {name for name, rule in rules.items() if rule == "muon"} == {"layers.0.weight", "layers.1.weight"}
-    apart = {"embed.weight", "positions", "scorer.weight", "layers.0.bias", "norm.weight", "norm.bias"}
+    apart = {"embed.weight", "positions", "gains", "scorer.weight", "layers.0.bias", "norm.weight", "norm.bias"}
     assert rules.keys() - {"layers.0.weight", "layers.1.weight"} == apart | (set() if tied else {"lm_head.weight"})
     decays = {name: group["weight_decay"] for group in optimizer.param_groups for name in group["param_names"]}
     assert {name for name, decay in decays.items() if decay == 0} == {"layers.0.bias", "norm.weight", "norm.bias"}

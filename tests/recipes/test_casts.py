@@ -82,7 +82,7 @@ def test_another_recipe_keeps_all_bits_of_float8_weights(name: str) -> None:
     assert all(torch.equal(layer.weight, w.to(again.dtype)) for layer, w in zip(model, whole, strict=True))
     model(torch.randn(8, 64, dtype=again.dtype)).square().mean().backward()
     with pytest.warns(
-        UserWarning, match="step: low words of 2 parameters, which another optimizer has, are dropped"
+        UserWarning, match="step: 2 parameters lose the low words that another optimizer keeps of them"
     ):
         second.step()  # those of the biases
     second.step()
@@ -204,8 +204,14 @@ class Bare(nn.Module):
     ("keep", "message"),
     [
         ("norm.weight", "keep_fp32 must name parameters of the model, got 'norm.weight', which fits none"),
-        (["head.weight"], "must name all parameters of a layer or none, got some of 'head', without 'bias'"),
-        ("token", "must name all parameters of a layer or none, got some of '', without 'embed.weight'"),
+        (
+            ["head.weight"],
+            "must name all parameters of a layer or none, got some of the layer 'head' without 'bias'",
+        ),
+        (
+            "token",
+            "must name all parameters of a layer or none, got some of the model itself without 'embed.weight'",
+        ),
         ("embed.*", "must name layers that take floats, got the embedding 'embed'"),
     ],
 )
@@ -214,6 +220,46 @@ def test_what_would_not_run_is_refused_before_the_model_is_cast(keep: Any, messa
     with pytest.raises(ValueError, match=message):
         recipes.get("bf16").apply(model, keep_fp32=keep)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["bf16", "adamw8bit-split8", "fp32"])
+def test_a_complex_parameter_is_refused_before_the_model_is_cast(name: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+    model.phase = nn.Parameter(torch.randn(3, dtype=torch.cfloat))
+    with pytest.raises(ValueError, match=r"float dtypes, got torch.complex64 \(phase\): freeze it$"):
+        recipes.get(name).apply(model)
+    assert {p.dtype for p in model.parameters()} == {torch.float64, torch.complex64}
+    model.phase.requires_grad_(False)
+    optimizer = recipes.get(name).apply(model)
+    dtype = recipes.get(name).dtype
+    assert [t.dtype for t in model[1].state_dict().values()] == [torch.float32] * 4 + [torch.int64]
+    model(torch.randn(8, 4).to(dtype)).float().square().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_kept_recurrent_layer_takes_states_and_packed_sequences(packed: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.LSTM(8, 8), nn.Linear(8, 8)])
+    exact = copy.deepcopy(model[0])
+    recipes.get("adamw8bit-split8").apply(model, keep_fp32="0.*")
+    x, states = torch.randn(3, 2, 8).bfloat16(), (torch.zeros(1, 2, 8).bfloat16(),) * 2
+    given = nn.utils.rnn.pack_padded_sequence(x, [3, 2]) if packed else x
+    wide = nn.utils.rnn.pack_padded_sequence(x.float(), [3, 2]) if packed else x.float()
+    for more, more_wide in (((), ()), ((states,), (tuple(s.float() for s in states),))):
+        (y, kept), (wanted, wanted_kept) = model[0](given, *more), exact(wide, *more_wide)
+        found = [y.data, *kept]
+        assert {t.dtype for t in found} == {torch.bfloat16}
+        for t, of in zip(found, [wanted.data, *wanted_kept], strict=True):
+            assert torch.equal(t, of.bfloat16())
+
+
+def test_a_lazy_model_is_named() -> None:
+    model = nn.Sequential(nn.LazyLinear(32), nn.LazyLinear(4))
+    with pytest.raises(
+        ValueError, match=r"^model must have been called once: 0.weight of a lazy module has no shape"
+    ):
+        recipes.get("adamw8bit-split8").apply(model)
 
 
 def test_parameters_in_place_of_a_model_are_refused() -> None:

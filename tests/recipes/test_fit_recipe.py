@@ -298,6 +298,61 @@ def test_bytes_are_filled_down_to_an_exact_choice() -> None:
     assert "nothing" not in "".join(choice.reason for choice in exact.choices)
 
 
+class Odd(nn.Module):
+    """A branch that no batch takes, a batch norm, and a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.out = nn.Linear(64, 128), nn.BatchNorm1d(128), nn.Linear(128, 64)
+        self.branches = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
+        self.empty = nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.branches[0](self.out(self.norm(self.body(x)))) + self.empty.sum()
+
+
+def test_what_no_batch_reaches_keeps_its_bits_and_what_stays_in_fp32_costs_its_bytes() -> None:
+    def noise() -> Iterator[Tensor]:
+        yield from torch.randn(50, 32, 64, generator=torch.Generator().manual_seed(0))
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x.to(model.body.weight.dtype)).float() - x).square().mean()
+
+    model = Odd()
+    with pytest.warns(
+        UserWarning, match=r"^fit: the probe saw no gradient of branches.1.weight and branches.1.bias"
+    ):
+        recipe = ng.recipes.fit(
+            model, noise, loss, lr=1e-3, steps=300, seconds=NO_TIME, min_quantized_size=128, tolerance=0.5
+        )
+    optimizer = recipe.apply(model, lr=1e-4, min_quantized_size=128)
+    rows = {row.parameter: row for row in optimizer.describe().rows}
+    (idle,) = (choice for choice in recipe.choices if choice.parameters == ("branches.1.weight",))
+    assert idle.reason == rows["branches.1.weight"].why == "not measured: no gradient of it was seen in the probe"
+    assert (idle.chosen.weights, set(idle.chosen.states.values())) == ("split8", {"log8"})
+    assert idle.lost is None
+    (norm,) = (choice for choice in recipe.choices if choice.parameters == ("norm.weight",))
+    assert model.norm.weight.dtype == torch.float32
+    assert norm.chosen.weights == "plain"
+    assert norm.chosen.bytes > 8, "weight and gradient are fp32"
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    before = optimizer.full_weights()[model.branches[1].weight]
+    for _ in range(20):
+        optimizer.step()
+    moved = optimizer.full_weights()[model.branches[1].weight] - before
+    assert moved == pytest.approx(-20 * 1e-4, rel=0.1), "plain weights would not have moved"
+    promised = recipe.facts["bytes"] * recipe.facts["parameters"]
+    kept = sum(2 * p.nbytes for p in model.parameters()) + optimizer.describe().bytes
+    assert kept == pytest.approx(promised, rel=0.01)
+    assert ng.recipes.get("adamw8bit-split8").apply(Odd(), lr=1e-4).describe()
+
+
+def test_a_loss_that_reaches_no_parameter_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^loss must give gradients to parameters of the model, got none"):
+        fitted(loss=lambda model, x: torch.zeros((), requires_grad=True) * model.norm.weight.detach().sum())
+
+
 def test_a_run_of_four_steps_is_the_shortest() -> None:
     assert fitted(steps=4).facts["replay_steps"] == 4
 

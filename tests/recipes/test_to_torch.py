@@ -182,6 +182,35 @@ def test_a_layer_with_a_forward_of_its_own_has_no_class_of_torch() -> None:
         ng.to_torch(model, optimizer)
 
 
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(4, 4)
+        nn.utils.parametrizations.weight_norm(self.recurrent, "weight_hh_l0")
+        self.out = nn.utils.weight_norm(nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.recurrent(x)[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_weight_norms_are_copied_after_a_pass() -> None:
+    """They keep the weight of the last pass, with its graph, which `copy.deepcopy` refuses."""
+    torch.manual_seed(0)
+    model, x = Normed(), torch.randn(3, 2, 4)
+    optimizer = made(model, "AdamW")
+    model(x).sum().backward()
+    optimizer.step()
+    wide, torchs = ng.to_torch(model, optimizer)
+    assert torch.equal(wide(x), model(x))
+    wide(x).sum().backward()
+    torchs.step()
+    assert not torch.equal(wide(x), model(x))
+    ng.recipes.plan_memory(
+        model, "master", batch=2, loss=lambda m, *_: m(torch.randn(3, 2, 4, device="meta").bfloat16()).sum()
+    )
+
+
 def test_what_torch_has_not_is_named() -> None:
     model = net()
     with pytest.raises(ValueError, match=r"torch\.optim has no Lion"):

@@ -116,8 +116,8 @@ def read_checkpoint(
         if not one and sum(map(int, wanted)) == sum(map(int, got)):
             one = "; recipes in bf16 have fp32 parameters, such as those of batch norms, in groups of their own"
         raise ValueError(
-            f"state_dict: parameter groups must have {listed(wanted)} parameters, got {listed(got) or 'none'}: "
-            f"make the optimizer with the groups that were saved{one}"
+            f"state_dict: this optimizer's groups have {listed(wanted, 7)} parameters, those that were saved "
+            f"{listed(got, 7) or 'none'}: make the optimizer with the groups that were saved{one}"
         )
     check_members(saved)
     check_order(live, saved)

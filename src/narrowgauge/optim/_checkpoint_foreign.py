@@ -335,6 +335,6 @@ def namesake_of(kind: type) -> type[torch.optim.Optimizer]:
         ):
             return found
     raise ValueError(
-        "torch_state_dict must be of Adam, AdamW, NAdam, SGD, Adafactor, Adagrad, RMSprop or Muon: torch.optim has "
+        "optimizer must be Adam, AdamW, NAdam, SGD, Adafactor, Adagrad, RMSprop or Muon: torch.optim has "
         f"no {kind.__name__}"
     )

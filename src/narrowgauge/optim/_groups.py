@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from narrowgauge._module_names import clean_name
 from narrowgauge.storage import state_storage
@@ -75,6 +76,9 @@ def undecayed(model: nn.Module) -> set[int]:
     for path, module in model.named_modules():
         bare = is_norm(module) or "bias" in path.rpartition(".")[2].split("_")  # a table of biases, as T5's
         for name, p in module.named_parameters(recurse=False):
+            if is_lazy(p):
+                name = f"{path}.{name}".lstrip(".")
+                raise ValueError(f"model must have been called once: {name} of a lazy module has no shape yet")
             if bare or p.dim() < 2 or "bias" in name.split("_"):
                 found.add(id(p))
         own = getattr(module, "no_weight_decay", None)

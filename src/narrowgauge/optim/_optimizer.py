@@ -411,9 +411,9 @@ class NarrowOptimizer(torch.optim.Optimizer):
         if self._drops_of:
             count, self._drops_of = self._drops_of, 0
             warn(
-                f"step: low words of {count} parameters, which another optimizer has, are dropped; before the "
-                "first step load_state_dict(other.state_dict()) brings its state into this one, "
-                "set_full_weights(other.full_weights()) its weights alone; if you set the weights anew, all is well"
+                f"step: {count} parameters lose the low words that another optimizer keeps of them. Before the "
+                "first step load_state_dict(other.state_dict()) takes over its state, and "
+                "set_full_weights(other.full_weights()) the weights alone. If you set the weights anew, all is well"
             )
         self._replan()
 

@@ -34,7 +34,7 @@ State = dict[str, Tensor]
 REASON = "reason"  # a key beside a parameter's storages under KEPT: why it has these, for `describe()`
 PLAIN = (Tensor, torch.nn.Parameter)  # classes whose memory kernels may use
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
     """Decide one parameter's storages; a ValueError for a dtype or a combination that is not supported."""
     dtype, mark, is_float8 = kind = kind_of(p)
     rule = rule.of_dim(p.dim())
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         raise ValueError(f"params must be float32, bfloat16 or float16, got {dtype} ({name})")
     strict = group["arithmetic"] == "strict"
     own = own_storages(group, name, kind)
@@ -306,7 +306,10 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
         raise ValueError(f"{error} ({name})") from None
     if dtype not in weight.dtypes:
         taken = " or ".join(str(dtype).removeprefix("torch.") for dtype in weight.dtypes)
-        hint = f"cast the model before its optimizer is made, or back to {taken} if it was cast since"
+        hint = (
+            f"cast the model before its optimizer is made, or back to {taken} if it was cast since; one that shall "
+            "stay as it is, as of a batch norm, needs a group with weights='plain'"
+        )
         if is_shared(p):  # accelerate shards a model after that
             hint = "under accelerate mixed_precision must be 'no', or it makes sharded weights float32"
         raise ValueError(f"params must be {taken} for weights={weight.name!r}, got {dtype} ({name}); {hint}")

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.rnn import PackedSequence
 
 from narrowgauge._text import warn
 from narrowgauge.optim._groups import is_norm, named
-from narrowgauge.optim._plan import never_trains
+from narrowgauge.optim._plan import DTYPES, never_trains
 from narrowgauge.optim._sharding import is_shared
 
 NORMS = "norms"
@@ -30,6 +31,8 @@ NORMS = "norms"
 
 def cast(model: nn.Module, dtype: torch.dtype, keep: Iterable[int] = ()) -> None:
     """Cast a model's float parameters in place, and its saved float buffers unless theirs is a wider dtype.
+
+    A batch norm that is wider takes float32, with its running statistics.
 
     Args:
         model: the model.
@@ -42,10 +45,12 @@ def cast(model: nn.Module, dtype: torch.dtype, keep: Iterable[int] = ()) -> None
             p.data = p.data.to(wanted)
             p.grad = None if grad is None else grad.to(wanted)
         for module in model.modules():
+            own = _of_statistics(module, dtype)
             for name, buffer in module.named_buffers(recurse=False):
-                no_wider = buffer.is_floating_point() and buffer.dtype.itemsize <= dtype.itemsize
-                if no_wider and buffer.dtype != dtype and name not in module._non_persistent_buffers_set:
-                    setattr(module, name, buffer.to(dtype))
+                follows = buffer.dtype.itemsize <= dtype.itemsize or isinstance(module, _NormBase)
+                others = buffer.is_floating_point() and follows and buffer.dtype != own
+                if others and name not in module._non_persistent_buffers_set:
+                    setattr(module, name, buffer.to(own))
             for owner, name, of in _spectral_vectors(module):
                 setattr(owner, name, getattr(owner, name).to(of.dtype))
 
@@ -64,15 +69,22 @@ def _other_dtypes(
     return list(found.items())
 
 
-def check_cast(model: nn.Module, dtype: torch.dtype, keep: Iterable[int] = ()) -> None:
+def check_cast(
+    model: nn.Module, dtype: torch.dtype, keep: Iterable[int], trained: Iterable[tuple[str, nn.Parameter]]
+) -> None:
     """Refuse to cast what `DistributedDataParallel` or `fully_shard` have taken in as it is.
 
     The one would go on with the gradients of before, so that ranks train apart, the other with the old shards.
 
     Raises:
-        ValueError: for such a model with a parameter of another dtype.
+        ValueError: for such a model with a parameter of another dtype, and for one of the `trained`, named
+            parameters that is complex, which no optimizer of this library steps.
     """
-    other = [p for p, _ in _other_dtypes(model, dtype, keep)]
+    becomes = dict(_other_dtypes(model, dtype, keep))
+    for name, p in trained:
+        if (found := becomes.get(p, p.dtype)) not in DTYPES:
+            raise ValueError(f"model must have parameters of float dtypes, got {found} ({name}): freeze it")
+    other = list(becomes)
     if other and isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError("model must not be wrapped yet: apply the recipe, then wrap it in DistributedDataParallel")
     if any(map(is_shared, other)):
@@ -112,9 +124,11 @@ def _spectral_vectors(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tenso
 
 
 def _of_statistics(module: nn.Module, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a module's parameters: that of its running statistics, if it has any and they are wider."""
+    """The dtype of a module's parameters: that of its running statistics, float32 at most, if they are wider."""
     variance = module.running_var if isinstance(module, _NormBase) else None
-    return variance.dtype if isinstance(variance, Tensor) and variance.itemsize > dtype.itemsize else dtype
+    if not isinstance(variance, Tensor) or variance.itemsize <= dtype.itemsize:
+        return dtype
+    return torch.float32 if variance.dtype == torch.float64 else variance.dtype
 
 
 def kept_layers(model: nn.Module, keep_fp32: str | Iterable[str]) -> dict[nn.Module, set[int]]:
@@ -140,9 +154,9 @@ def kept_layers(model: nn.Module, keep_fp32: str | Iterable[str]) -> dict[nn.Mod
             raise ValueError(f"keep_fp32 must name layers that take floats, got the embedding {place!r}")
         for name, p in module.named_parameters():
             if id(p) not in kept:
+                layer = f"the layer {place!r}" if place else "the model itself"
                 raise ValueError(
-                    f"keep_fp32 must name all parameters of a layer or none, got some of {place!r}, "
-                    f"without {name!r}"
+                    f"keep_fp32 must name all parameters of a layer or none, got some of {layer} without {name!r}"
                 )
         layers[module] = own
     return layers
@@ -180,20 +194,29 @@ class _InFp32:
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        floats = [x for x in (*args, *kwargs.values()) if _is_float(x)]
-        self._dtype = floats[0].dtype if floats else torch.float32
+        self._dtype = next(_float_dtypes((args, kwargs)), torch.float32)
         wide = torch.float32
         return tuple(_to(x, wide) for x in args), {name: _to(x, wide) for name, x in kwargs.items()}
 
     def after(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
-        if type(result) in (tuple, list):
-            return type(result)(_to(x, self._dtype) for x in result)
         return _to(result, self._dtype)
 
 
-def _is_float(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
+def _float_dtypes(x: Any) -> Iterator[torch.dtype]:
+    """The dtypes of the float tensors in an argument, in order."""
+    if isinstance(x, tuple | list):  # a PackedSequence too
+        for each in x:
+            yield from _float_dtypes(each)
+    elif isinstance(x, Mapping):
+        yield from _float_dtypes(list(x.values()))
+    elif isinstance(x, Tensor) and x.is_floating_point():
+        yield x.dtype
 
 
 def _to(x: Any, dtype: torch.dtype) -> Any:
-    return x.to(dtype) if _is_float(x) else x
+    """An argument with its float tensors in a dtype, those in tuples, lists and packed sequences too."""
+    if isinstance(x, PackedSequence):
+        return x.to(dtype)
+    if type(x) in (tuple, list):
+        return type(x)(_to(each, dtype) for each in x)
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x

@@ -117,7 +117,7 @@ class FittedRecipe(Recipe):
             raise ValueError(f"{error}; {self._fitted_for()}") from None
         trained = [each for group in groups for each in group["params"]]
         for name, p in trained:
-            if id(p) not in chosen:
+            if id(p) not in chosen and p.numel():
                 raise ValueError(
                     f"model must have parameters that some choice of the recipe names, got {name!r}; "
                     f"{self._fitted_for()}"
@@ -125,7 +125,10 @@ class FittedRecipe(Recipe):
         count = sum(p.numel() for _, p in trained)
         if count != self.facts.get("parameters", count):
             warn(f"model has {count} parameters, and {self._fitted_for()}")
-        return [{**group, KEPT: {name: chosen[id(p)] for name, p in group["params"]}} for group in groups]
+        return [
+            {**group, KEPT: {name: chosen[id(p)] for name, p in group["params"] if id(p) in chosen}}
+            for group in groups
+        ]
 
     def _own(self, choice: Choice) -> dict[str, str]:
         """The storages of a choice's parameters where they differ from the recipe's, and the reason."""

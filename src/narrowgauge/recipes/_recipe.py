@@ -274,7 +274,7 @@ class Recipe:
         if around is None:  # refuse wrong options before the model is changed
             self.check_arguments(lr, **optimizer_arguments)
         wide = [p for own in kept.values() for p in own]
-        check_cast(model, self.dtype, wide)
+        check_cast(model, self.dtype, wide, [each for group in groups for each in group["params"]])
         narrow = self.dtype.itemsize < torch.float32.itemsize  # a wide recipe widens statistics too
         if narrow:
             warn_of_statistics(model)
@@ -325,8 +325,8 @@ class Recipe:
             found += [{**group, "params": parts[False]}, {**group, "params": parts[True], "weights": "plain"}]
         found = [group for group in found if group["params"]]
         for group in found:
-            if KEPT in group:
-                group[KEPT] = {name: _kept(p.dtype, group[KEPT][name]) for name, p in group["params"]}
+            if (own := group.get(KEPT)) is not None:
+                group[KEPT] = {name: _kept(p.dtype, own[name]) for name, p in group["params"] if name in own}
         return found
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from narrowgauge._arguments import shown
-from narrowgauge._module_names import unwrap_optimizer
+from narrowgauge._module_names import computed, unwrap_optimizer
 from narrowgauge._text import warn
 from narrowgauge.linear._hold import release
 from narrowgauge.linear._module import PlannedModule
@@ -56,7 +56,7 @@ def to_torch(model: Model, optimizer: torch.optim.Optimizer) -> tuple[Model, tor
     exported, notes = export_to_torch(
         type(optimizer), optimizer.defaults, optimizer.plans(), optimizer.param_groups, optimizer.state, True
     )
-    copied = dict[int, object]()
+    copied: dict[int, Any] = {id(x): x.clone() for x in computed(model)}
     wide = copy.deepcopy(model, copied).float()
     wide.zero_grad()
     release(wide.modules())
@@ -71,7 +71,7 @@ def to_torch(model: Model, optimizer: torch.optim.Optimizer) -> tuple[Model, tor
         raise ValueError(f"model must be the one that the optimizer trains; {strangers[0]} is not in it")
     own = {p: copied[id(p)] for p in weights}
     for p, weight in weights.items():
-        own[p].copy_(weight)  # type: ignore[attr-defined]
+        own[p].copy_(weight)
     groups = []
     for group in optimizer.param_groups:
         params = [own[p] for p in group["params"]]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from narrowgauge._module_names import computed
 from narrowgauge.linear import LinearPlan, hold_activations, swap_linears
 from narrowgauge.linear._swap import output_heads
 from narrowgauge.optim._plan import ParamPlan
@@ -42,7 +43,7 @@ _IMAGE_MODELS = {"clip": "CLIPModel", "vit": "ViTForImageClassification"}
 def without_memory(model: nn.Module) -> nn.Module:
     """A copy of a model on the meta device; the model is left alone, and no memory is taken."""
     memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in (*model.parameters(), *model.buffers(), *computed(model)):
         twin: Tensor = torch.empty_like(tensor, device="meta")
         if isinstance(tensor, nn.Parameter):
             twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)

@@ -109,8 +109,9 @@ class Muon(NarrowOptimizer):
     ) -> Self:
         """Muon for the matrices of a model's hidden layers, AdamW for all other parameters, in one optimizer.
 
-        AdamW steps embeddings, output layers and every parameter that does not have two dimensions. A weight that
-        is tied to an embedding counts as an embedding. Norms and biases do not decay (see `split_decay`).
+        AdamW steps embeddings, output layers and every parameter that does not have two dimensions of several
+        elements; gains of weight norms are of one column. A weight that is tied to an embedding counts as an
+        embedding. Norms and biases do not decay (see `split_decay`).
 
         Args:
             model: parameters that do not require gradients are left out.
@@ -138,6 +139,6 @@ class Muon(NarrowOptimizer):
         ]
         for name, p in model.named_parameters():
             if p.requires_grad:
-                number = 2 if id(p) in bare else 1 if id(p) in kept or p.dim() != 2 else 0
+                number = 2 if id(p) in bare else 1 if id(p) in kept or p.dim() != 2 or 1 in p.shape else 0
                 groups[number]["params"].append((name, p))
         return cls([group for group in groups if group["params"]], lr, weight_decay, **options)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from narrowgauge._arguments import Count, Size, check, check_choice, shown
 from narrowgauge._schedule import SCHEDULES
 from narrowgauge._schedule import schedule as rate_factor
+from narrowgauge._text import listed, warn
 from narrowgauge.optim import AdamW, NarrowOptimizer
 from narrowgauge.recipes._choices import TOLERANCE, LayerChoice
 from narrowgauge.recipes._fit._choose import Chosen, TooFewBytesError, for_bytes, free_of
@@ -123,7 +124,7 @@ def fit(
     if "keep_fp32" in options:
         raise ValueError(f"keep_fp32 must be left out: fit measures weights in dtype, got {options['keep_fp32']!r}")
     if not (isinstance(optimizer, type) and issubclass(optimizer, NarrowOptimizer)):
-        raise TypeError(f"optimizer must be a class of narrowgauge.optim, got {shown(optimizer)}")
+        raise TypeError(f"optimizer must be a class of narrowgauge.optim, got {_named(optimizer)}")
     check("steps", steps, Size)
     if steps < FEWEST_STEPS:
         raise ValueError(f"steps must be at least {FEWEST_STEPS}: a run is measured by its quarters, got {steps}")
@@ -186,8 +187,18 @@ def fit(
     else:
         facts["tolerance"] = most
         chosen, limit = measured.within(most), f"a tolerance of {most:g} nats"
+    if idle := [sample.name for sample in found.samples if sample.is_idle]:
+        warn(
+            f"fit: the probe saw no gradient of {listed(idle)}, so they are not measured and no low bits of theirs "
+            "are dropped; give batches that reach them to have them measured"
+        )
     made = measured.recipe(chosen, {**facts, "limit": limit}, next(model.parameters()).device, progress)
     return replace(made, layers=layers)
+
+
+def _named(value: object) -> str:
+    """A wrong optimizer in an error: a class by its name."""
+    return value.__qualname__ if isinstance(value, type) else shown(value)
 
 
 def _check_plan(model: nn.Module, recipe: Recipe, plan: Mapping[str, Any]) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from narrowgauge._arguments import shown
 from narrowgauge._batches import examples, moved, tensors
+from narrowgauge._module_names import computed
 from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.recipes._cast import cast
 from narrowgauge.recipes._recipe import Recipe
@@ -42,11 +43,11 @@ class Sample:
     """Some elements of one parameter.
 
     Attributes:
-        name, shape, dtype: the parameter's; the dtype is the recipe's.
+        name, shape, dtype: the parameter's, as the recipe casts it.
         elements: of the whole parameter.
         decay: its weight decay.
         weights: float32 (n,), after the probe.
-        gradients: (recorded steps, n), in the recipe's dtype, clipped as the steps were.
+        gradients: (recorded steps, n), in that dtype, clipped as the steps were.
     """
 
     name: str
@@ -56,6 +57,11 @@ class Sample:
     decay: float
     weights: Tensor
     gradients: Tensor
+
+    @functools.cached_property
+    def is_idle(self) -> bool:
+        """Whether no gradient was seen, as of an expert that no token was sent to: there is nothing to measure."""
+        return not self.gradients.any()
 
     @functools.cached_property
     def noise(self) -> Tensor:
@@ -174,17 +180,17 @@ def probe(
         progress: called with the name of the stage, and the share of it that is done.
 
     Raises:
-        ValueError: for batches that are all the same, and a loss that is not finite or has no gradients.
+        ValueError: for batches that are all the same, and a loss that is not finite or gives no gradients.
     """
     begun = time.perf_counter()
-    model = copy.deepcopy(model).train()
+    model = copy.deepcopy(model, {id(x): x.detach().clone() for x in computed(model)}).train()
     device = next(model.parameters()).device
     for each in (torch.bfloat16, torch.float32):  # the weights become numbers that every storage has
         cast(model, each)
     weights = "plain" if dtype == torch.float32 else "master"
     trained = Recipe("probe", "", dtype, weights, "fp32", optimizer=optimizer).apply(model, lr, **options)
     decays = {id(p): float(g.get("weight_decay", 0.0)) for g in trained.param_groups for p in g["params"]}
-    parameters = {name: p for name, p in model.named_parameters() if id(p) in decays}
+    parameters = {name: p for name, p in model.named_parameters() if id(p) in decays and p.numel()}
     places = sample_places({name: p.numel() for name, p in parameters.items()}, int(options.get("block_size", 256)))
     stream, losses = BatchStream(batches, device), []
     count = max(LEAST_STEPS, steps // 100)
@@ -211,7 +217,7 @@ def probe(
             factor = _clipping(parameters.values(), limit)
             for name, p in parameters.items():
                 grad = torch.zeros_like(p) if p.grad is None else p.grad
-                kept[name].append((grad.reshape(-1)[places[name]] * factor).to(dtype).cpu())
+                kept[name].append((grad.reshape(-1)[places[name]] * factor).to(p.dtype).cpu())
         trained.step()
         trained.zero_grad()
         progress("probing", min(1.0, number / last))
@@ -219,11 +225,13 @@ def probe(
     wide = trained.full_weights()
     samples = [
         Sample(
-            name, p.shape, dtype, p.numel(), decays[id(p)],
+            name, p.shape, p.dtype, p.numel(), decays[id(p)],
             wide[p].reshape(-1)[places[name]].to("cpu", torch.float32), torch.stack(kept[name]),
         )
         for name, p in parameters.items()
     ]  # fmt: skip
+    if all(sample.is_idle for sample in samples):
+        raise ValueError("loss must give gradients to parameters of the model, got none in the probe")
     return Probed(samples, losses, stream.examples, stream.terms)
 
 

@@ -53,6 +53,7 @@ from narrowgauge.linear._tune import seconds as seconds_of
 from narrowgauge.optim import NarrowOptimizer
 from narrowgauge.optim._tracing import elementwise
 from narrowgauge.recipes._fit._probe import Sample
+from narrowgauge.storage import weight_storage
 
 States = str | Mapping[str, str]
 _LEAST_STEPS, _MOST_STEPS = 200, 2000
@@ -99,7 +100,7 @@ class Replay:
     """Steps optimizers with different storages on recorded gradients.
 
     Args:
-        samples: of the probe.
+        samples: of the probe; idle ones are left out.
         optimizer: the class.
         options: its arguments, without rates, storages and weight decay.
         smallest: parameters with fewer elements keep fp32 moments.
@@ -121,7 +122,8 @@ class Replay:
         self, samples: Sequence[Sample], optimizer: type[NarrowOptimizer], options: Mapping[str, Any],
         smallest: int, steps: int, rate: Callable[[int], float], seed: int, terms: int,
     ) -> None:  # fmt: skip
-        self._samples, self.optimizer, self._options = samples, optimizer, options
+        self._samples = [sample for sample in samples if not sample.is_idle]
+        self.optimizer, self._options = optimizer, options
         self._steps, self._rate, self._seed, self._terms = steps, rate, seed, terms
         self._recorded = len(samples[0].gradients)
         self.steps = 0
@@ -137,7 +139,7 @@ class Replay:
                 f"rule {plan.rule.name} needs sums over a whole parameter"
             )
         self._small = {sample.name for sample in samples if sample.elements < smallest}
-        self._banks = {sample.name: _bank(sample) for sample in samples}
+        self._banks = {sample.name: _bank(sample) for sample in self._samples}
 
     def is_small(self, name: str) -> bool:
         """Whether a parameter is too small for narrow moments."""
@@ -151,14 +153,15 @@ class Replay:
 
         Args:
             stream: the gradients and rates.
-            weights, states: storages of all parameters; or by the name of a parameter, its own.
+            weights, states: storages of all parameters; or by the name of a parameter, its own. The weights of
+                those in fp32 are plain.
             counting: whether to count lost updates, by the gauges of two steps.
         """
         parameters = {s.name: nn.Parameter(s.weights.to(s.dtype)) for s in self._samples}
         groups = [
             {
                 "params": [(s.name, parameters[s.name])], "weight_decay": s.decay,
-                "weights": weights if isinstance(weights, str) else weights[s.name],
+                "weights": weight_of(s.dtype, weights if isinstance(weights, str) else weights[s.name]),
                 "states": "fp32" if s.name in self._small else _of(states, s.name),
             }
             for s in self._samples
@@ -221,11 +224,10 @@ class Replay:
         return costs(self._samples, self._references, played, longer, self._terms), played[0].lost
 
     def stepper(
-        self, shapes: Sequence[torch.Size], weights: str, states: Mapping[str, str], device: torch.device
+        self, samples: Sequence[Sample], weights: str, states: Mapping[str, str], device: torch.device
     ) -> Callable[[], float]:
-        """A function that steps parameters of these shapes once and returns the seconds."""
-        dtype = self._samples[0].dtype
-        made = [nn.Parameter(torch.randn(shape, device=device).to(dtype)) for shape in shapes]
+        """A function that steps parameters of these shapes and dtypes once and returns the seconds."""
+        made = [nn.Parameter(torch.randn(s.shape, device=device).to(s.dtype)) for s in samples]
         optimizer = self._make([{"params": made, "weights": weights, "states": states}], self._rate(1))
         for p in made:
             p.grad = torch.randn_like(p)
@@ -242,7 +244,12 @@ class Replay:
     @property
     def exact(self) -> str:
         """The weight storage that loses nothing."""
-        return "plain" if self._samples[0].dtype == torch.float32 else "master"
+        return "plain" if all(sample.dtype == torch.float32 for sample in self._samples) else "master"
+
+
+def weight_of(dtype: torch.dtype, weights: str) -> str:
+    """The weight storage of a parameter, where others have `weights`: an fp32 one among narrow ones is plain."""
+    return weights if dtype in weight_storage(weights).dtypes else "plain"
 
 
 @dataclass(frozen=True)

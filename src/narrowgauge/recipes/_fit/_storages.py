@@ -27,7 +27,7 @@ from narrowgauge.recipes._fit._choose import (
 from narrowgauge.recipes._fit._probe import Progress, Sample
 from narrowgauge.recipes._fit._replay import NOTHING, Cost, Replay
 from narrowgauge.recipes._fitted import FittedRecipe
-from narrowgauge.storage import weight_storage
+from narrowgauge.storage import automatic_weights, weight_storage
 
 # Weight storages by the recipe's dtype, the narrowest first. `expansion` takes the bytes of `split`, which loses
 # less. Small parameters have the last two alone: their bytes are next to nothing, and gains that never move stop a
@@ -80,7 +80,7 @@ class Measured:
         ways = [(weight, wide) for weight in WEIGHTS[self._dtype]]
         ways += [(self._replay.exact, narrow) for narrow in states[:-1]]
         self._replay.prepare(seconds, len(ways))
-        measured: dict[str, list[Cost]] = {name: [] for name in self._samples}
+        measured: dict[str, list[Cost]] = {name: [] for name, one in self._samples.items() if not one.is_idle}
         self.ways, self.costs = ways, measured
         for number, (weight, state) in enumerate(ways):
             progress("replaying", number / len(ways))
@@ -89,10 +89,16 @@ class Measured:
                 measured[name].append(cost)
             self._lost = self._lost or lost
         noise = {name: [cost.noise for cost in found] for name, found in measured.items()}
-        small, like = self._replay.is_small, like_names(list(self._samples)).values()
-        parts = [[name for name in names if small(name) is each] for names in like for each in (False, True)]
-        for names in alike(noise, [part for part in parts if part]):
-            self.groups.append(self._candidates(names, ways, measured))
+        parts: dict[Any, list[str]] = {}
+        for like, names in like_names(list(self._samples)).items():
+            for name in names:
+                one = self._samples[name]
+                parts.setdefault((like, self._replay.is_small(name), one.dtype, one.is_idle), []).append(name)
+        moving, idle = (
+            [names for (*_, is_idle), names in parts.items() if is_idle is each] for each in (False, True)
+        )
+        self.groups = [self._candidates(names, ways, measured) for names in alike(noise, moving)]
+        self.groups += [self._unmeasured(tuple(names)) for names in idle]
 
     def _candidates(
         self, names: tuple[str, ...], ways: Sequence[tuple[str, dict[str, str]]],
@@ -103,6 +109,8 @@ class Measured:
         of = [self._together({name: measured[name][way] for name in names}) for way in range(len(ways))]
         of_states = [(ways[0][1], NOTHING), *zip((states for _, states in ways[count:]), of[count:], strict=True)]
         of_weights = list(zip(WEIGHTS[self._dtype], of[:count], strict=True))
+        if self._samples[names[0]].dtype != self._dtype:  # a batch norm, which stays in fp32
+            of_weights = [("plain", NOTHING)]
         if self._replay.is_small(names[0]):
             of_weights, of_states = of_weights[-2:], of_states[:1]
         options = [
@@ -114,6 +122,13 @@ class Measured:
         free = self._free * elements / sum(sample.elements for sample in self._samples.values())
         return Candidates(names, elements, frontier(options, free), free)
 
+    def _unmeasured(self, names: tuple[str, ...]) -> Candidates:
+        """Like parameters without gradients in the probe: one way, of which no harm is known at any gradient."""
+        small, dtype = self._replay.is_small(names[0]), self._samples[names[0]].dtype
+        states = {slot.name: "fp32" if small else "log8" for slot in self._replay.slots}
+        way = self._kept(names, automatic_weights(dtype, strict=False), states, NOTHING)
+        return Candidates(names, sum(self._samples[name].elements for name in names), (way,))
+
     def _kept(self, names: Sequence[str], weight: str, states: Mapping[str, str], cost: Cost) -> Kept:
         return Kept(weight, states, self._bytes(names, weight, states), cost.noise, cost.loss)
 
@@ -124,7 +139,8 @@ class Measured:
 
     def _bytes(self, names: Sequence[str], weight: str, states: Mapping[str, str]) -> float:
         """Bytes a parameter: weight, gradient, low word and moments."""
-        each = 2 * self._dtype.itemsize + weight_storage(weight).bytes_added(self._dtype)
+        dtype = self._samples[names[0]].dtype
+        each = 2 * dtype.itemsize + weight_storage(weight).bytes_added(dtype)
         moments = elements = 0
         for name in names:
             sample = self._samples[name]
@@ -152,7 +168,9 @@ class Measured:
         kept = {name: one.frontier[chosen[one.name]] for one in self.groups for name in one.names}
         weights = {name: each.weights for name, each in kept.items()}
         costs, _ = self._replay.costs(weights, {name: each.states for name, each in kept.items()})
-        return {one.name: self._together({name: costs[name] for name in one.names}) for one in self.groups}
+        return {
+            one.name: self._together({name: costs.get(name, NOTHING) for name in one.names}) for one in self.groups
+        }
 
     def bytes_of(self, chosen: Chosen) -> float:
         """Bytes a parameter of a choice."""
@@ -168,7 +186,7 @@ class Measured:
                 Choice(
                     exact_patterns(one.names, list(self._samples)), len(one.names), one.elements, now, narrower,
                     one.frontier[at + 1] if at + 1 < len(one.frontier) else None, self._reason(one, now, narrower),
-                    _mean_pair([self._lost[name] for name in one.names]),
+                    _mean_pair([self._lost[name] for name in one.names if name in self._lost]),
                 )
             )  # fmt: skip
         most = max(choices, key=lambda choice: choice.elements).chosen
@@ -200,6 +218,8 @@ class Measured:
         return replace(made, choices=tuple(choices), facts={**made.facts, "noise": noise, "loss": loss})
 
     def _reason(self, one: Candidates, now: Kept, narrower: Kept | None) -> str:
+        if self._samples[one.name].is_idle:
+            return "not measured: no gradient of it was seen in the probe"
         small = "too few elements for narrow numbers; " if self._replay.is_small(one.name) else ""
         if narrower is None:
             return f"{small}the narrowest, which may move the loss by {_nats(now.loss)}"
@@ -211,14 +231,14 @@ class Measured:
 
         Of a large group only a part is stepped, and the time is scaled up to the whole.
         """
-        shapes, part = [], 0
+        samples, part = [], 0
         for name in one.names:
-            shapes.append(self._samples[name].shape)
+            samples.append(self._samples[name])
             part += self._samples[name].elements
             if part >= _TIMED_ELEMENTS:
                 break
         steps = {
-            name: self._replay.stepper(shapes, kept.weights, kept.states, device) for name, kept in ways.items()
+            name: self._replay.stepper(samples, kept.weights, kept.states, device) for name, kept in ways.items()
         }
         times: dict[str, list[float]] = {name: [] for name in ways}
         for number in range(_TIMED + 2):  # the first ones compile
@@ -234,5 +254,5 @@ def _nats(loss: float) -> str:
     return "less than 0.000001" if loss < 1e-6 else f"{loss:.6f}".rstrip("0").rstrip(".")
 
 
-def _mean_pair(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    return statistics.fmean(a for a, _ in pairs), statistics.fmean(b for _, b in pairs)
+def _mean_pair(pairs: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+    return (statistics.fmean(a for a, _ in pairs), statistics.fmean(b for _, b in pairs)) if pairs else None
