@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -24,6 +25,12 @@ def write_whole(path: Path, content: str | bytes) -> None:
     finally:
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
+
+
+def free_path(path: Path) -> Path:
+    """A path that does not exist: this one, or with a number after it."""
+    numbered = (path.with_name(f"{path.name}{number}") for number in itertools.count(2))
+    return next(p for p in itertools.chain([path], numbered) if not p.exists())
 
 
 def set_aside(out: Path, names: Sequence[str]) -> list[Path]:

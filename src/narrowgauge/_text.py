@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
@@ -40,6 +41,18 @@ def exact_patterns(group: Sequence[str], names: Sequence[str]) -> tuple[str, ...
         others = [name for name in names if name not in group and fnmatch.fnmatchcase(name, pattern)]
         found += ours if others else [pattern]
     return tuple(found)
+
+
+@contextlib.contextmanager
+def told(say: Callable[[str], None]) -> Iterator[None]:
+    """Hand the UserWarnings of a block to a function, each text once, in place of two lines on stderr."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        try:
+            yield
+        finally:
+            for text in dict.fromkeys(str(warning.message) for warning in caught):
+                say(text)
 
 
 def warn(words: str) -> None:

@@ -112,6 +112,16 @@ def test_wrong_input_is_a_line(
     assert not given
 
 
+def test_the_recipe_of_a_training_is_not_replaced(
+    tmp_path: Path, given: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.toml").touch()
+    assert fit("--out", tmp_path, *TINY) == 2
+    told = capsys.readouterr().err
+    assert f"--out must not be the folder of a training, whose recipe it has, got {tmp_path}\n" in told
+    assert not given
+
+
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert fit() == 2

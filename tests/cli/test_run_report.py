@@ -460,6 +460,25 @@ def test_what_is_no_file_of_records_is_refused_in_one_line(
     assert not path.with_suffix(".html").exists()
 
 
+def test_only_pages_are_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save(sound(10), tmp_path / "gauges.jsonl")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"weights")
+    assert main(["report", str(path), "--out", str(weights)]) == 2
+    assert f"--out must end in .html where there is a file, got {str(weights)!r}" in capsys.readouterr().err
+    assert weights.read_bytes() == b"weights"
+    for out in (tmp_path / "page.HTML", tmp_path / "new", tmp_path / "page.HTML"):
+        assert main(["report", str(path), "--out", str(out)]) == 0
+        assert out.read_text().startswith("<!")
+
+
+def test_a_run_without_gauges_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "history.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    for command in (["report"], ["watch", "--once"]):
+        assert main([*command, str(tmp_path)]) == 2
+        assert capsys.readouterr().err.endswith(": its training had --gauges-every 0\n")
+
+
 def test_the_records_are_never_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = save(sound(10), tmp_path / "run.html")
     before = path.read_bytes()

@@ -1,5 +1,6 @@
 """`narrowgauge train` as a user types it: what it leaves, what a kill costs, and what it says to bad input."""
 
+import errno
 import json
 import os
 import re
@@ -148,6 +149,14 @@ REFUSED = {
         ("--recipe", "lion8bit", "--beta2-schedule", "0.8"),
         "--beta2-schedule must be left out with --recipe lion8bit, whose Lion has none, got 0.8",
     ),
+    "an end of a rate that stays": (
+        ("--schedule", "constant", "--final-lr", "0"),
+        "--final-lr must be left out with --schedule constant, got 0.0",
+    ),
+    "a tolerance of nothing": (
+        ("--adapt-tolerance", "0.5"),
+        "--adapt-tolerance must be left out without --adapt, got 0.5",
+    ),
     "a decay out of range": (("--beta2", "1.5"), "--beta2 must be a number from 0 to below 1"),
     "a text that is not there": (("--data", "nowhere.txt"), "--data must be a UTF-8 text file"),
     "a file that is not there": (("--config", "nowhere.toml"), "--config: nowhere.toml: No such file"),
@@ -185,6 +194,20 @@ def test_a_bad_file_is_one_line_that_names_the_key(case: str, text: Path, tmp_pa
     complaint = capsys.readouterr().err
     assert says in complaint
     assert complaint.count("\n") == 1
+
+
+def test_a_full_disk_is_a_line(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def full(*arguments: object, **more: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("narrowgauge.trainers._run_folder.save_checkpoint", full)
+    assert train("--data", text, "--out", tmp_path, *TINY, "--steps", 2) == 2
+    told = capsys.readouterr().err
+    assert f"--out {tmp_path}: No space left on device: make room, and the same command with --resume auto" in told
+    monkeypatch.setattr("narrowgauge.trainers._tokens.write_whole", full)
+    assert main(["tokens", "--data", str(text), "--vocabulary", "300", "--out", str(tmp_path / "tokens")]) == 2
+    assert f"--out: cannot write '{tmp_path / 'tokens'}': No space left on device" in capsys.readouterr().err
+    assert not list((tmp_path / "tokens").iterdir())
 
 
 def test_a_run_is_not_continued_as_another_or_begun_over_one(text: Path, tmp_path: Path, capsys) -> None:

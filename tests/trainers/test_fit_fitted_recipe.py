@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -38,6 +39,18 @@ def test_a_run_goes_on_and_its_folder_repeats_it(given: TrainSettings, tmp_path:
     model = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     assert model.dtype == torch.bfloat16
     assert model.transformer.wte.weight.equal(weights(out)["transformer.wte.weight"])
+
+
+def test_a_recipe_of_another_size_is_said_with_the_progress(given: TrainSettings, tmp_path: Path) -> None:
+    smaller = replace(GPT, facts={**GPT.facts, "parameters": 5})
+    observer = Silent()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recipe = str(smaller.save(tmp_path / "other.toml"))
+        fit(replace(given, recipe=recipe, steps=1, warmup=0, out=tmp_path / "run"), CPU, observer)
+    assert (
+        sum("was fitted for" in line and line.endswith("fit again for this model") for line in observer.told) == 1
+    )
 
 
 def test_it_goes_on_with_the_same_content_alone(given: TrainSettings, tmp_path: Path) -> None:

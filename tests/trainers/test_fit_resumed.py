@@ -54,6 +54,47 @@ def test_a_named_checkpoint_is_gone_on_from(small: TrainSettings, tmp_path: Path
     assert later == whole[2:]
 
 
+def test_a_run_that_goes_back_leaves_newer_checkpoints_behind(small: TrainSettings, tmp_path: Path) -> None:
+    """They are of another course: a run that dies before its first save must not go on from them."""
+    run(small, tmp_path, save_every=2, keep=3)
+    folder = tmp_path / "checkpoints"
+    older, ours, *_ = sorted(folder.glob("step-*"))
+    with pytest.raises(SettingsError, match=f"^--resume must be one checkpoint, such as {folder}/step-"):
+        run(small, tmp_path, resume=str(folder))
+
+    def die(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    observer = Silent()
+    observer.progress = die  # type: ignore[method-assign]
+    other = replace(small, lr=0.05, save_every=2, keep=3)
+    with pytest.raises(KeyboardInterrupt):
+        fit(replace(other, out=tmp_path, resume=str(older)), CPU, observer)
+    assert [path.name for path in sorted(folder.glob("step-*"))[:2]] == [older.name, f"{ours.name}.{stamp(folder)}"]
+    assert any(line.startswith("kept of an earlier run: ") and ours.name in line for line in observer.told)
+    assert records(tmp_path)[-1]["step"] == 3, "before the first save"
+    ended = run(other, tmp_path)
+    assert ended[2:] == run(other, tmp_path / "straight", resume=str(older))
+    assert [path.name for path in sorted(folder.glob("step-?????????"))] == [
+        f"step-{step:09}" for step in (2, 4, 6)
+    ]
+
+
+def stamp(folder: Path) -> str:
+    """The time after the names of the checkpoints that were set aside."""
+    return next(path.name.partition(".")[2] for path in sorted(folder.glob("step-*.*Z")))
+
+
+@pytest.mark.parametrize("content", ["", "model = 'micr", 'model = "bert-micro"\n'])
+def test_a_damaged_configuration_does_not_stop_a_run(content: str, small: TrainSettings, tmp_path: Path) -> None:
+    whole = run(small, tmp_path / "whole")
+    run(small, tmp_path / "cut", save_every=2)
+    (tmp_path / "cut" / CONFIG).write_text(content)
+    again = run(small, tmp_path / "cut")
+    assert again == whole
+    assert config_values(tmp_path / "cut" / CONFIG)["model"] == small.model
+
+
 def test_a_run_says_that_it_went_on_otherwise_and_one_that_ended_does_not(
     small: TrainSettings, tmp_path: Path
 ) -> None:
@@ -78,8 +119,9 @@ def test_a_run_says_that_it_went_on_otherwise_and_one_that_ended_does_not(
         assert head.startswith("# narrowgauge train --config THIS does not repeat the run")
         assert lines[:2] == [f"# {change}" for change in changes]
     assert any(line.startswith("ended already: ") for line in observer.told)
-    fit(replace(small, out=tmp_path / "new", warmup=small.steps), CPU, observer)
-    assert f"--warmup {small.steps} takes all of --steps {small.steps}: the rate stays below --lr" in observer.told
+    for more, reached in ((0, "is reached in the last one"), (1, "is not reached")):
+        fit(replace(small, out=tmp_path / f"new {more}", warmup=small.steps + more), CPU, observer)
+        assert f"--warmup {small.steps + more} takes all of --steps {small.steps}: --lr {reached}" in observer.told
 
 
 def test_what_is_in_the_way_of_a_newer_checkpoint_is_said(small: TrainSettings, tmp_path: Path) -> None:
@@ -189,6 +231,20 @@ def test_a_history_is_cut_where_the_run_goes_on(tmp_path: Path) -> None:
     history.close()
     assert read_history(tmp_path / HISTORY) == [*lines[:5], {"step": 6, "loss": None}]
     assert read_history(tmp_path / "nothing") == []
+
+
+def test_a_damaged_history_is_kept(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": n, "loss": n / 7}) + "\n" for n in range(1, 9)]
+    damaged = "".join([*lines[:2], "garbage\n", *lines[3:], '{"step": 9, "lo'])
+    (tmp_path / HISTORY).write_text(damaged)
+    told: list[str] = []
+    History(tmp_path, 7, told.append).close()
+    assert [record["step"] for record in read_history(tmp_path / HISTORY)] == [1, 2, 4, 5, 6, 7]
+    (copy,) = tmp_path.glob("*.damaged*")
+    assert copy.read_text() == damaged
+    assert told == [f"{tmp_path / HISTORY}: 1 of its 8 lines are damaged; the whole file is kept as {copy}"]
+    History(tmp_path, 7, told.append).close()
+    assert len(told) == 1
 
 
 def test_a_checkpoint_brings_back_the_loss_scale_and_the_draw(small: TrainSettings, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,30 @@ if not (child := os.fork()):
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
 """
+
+
+@pytest.mark.slow
+def test_workers_end_with_their_parent() -> None:
+    lines = (
+        "import multiprocessing, os, time",
+        "from concurrent.futures import ProcessPoolExecutor",
+        "from narrowgauge.trainers._tokens import _begin_worker",
+        "context = multiprocessing.get_context('spawn')",
+        "pool = ProcessPoolExecutor(1, context, initializer=_begin_worker)",
+        "print(pool.submit(os.getpid).result(), flush=True)",
+        "time.sleep(600)",
+    )
+    parent = subprocess.Popen([sys.executable, "-c", "\n".join(lines)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    for _ in range(100):
+        if not Path(f"/proc/{worker}").exists():
+            return
+        time.sleep(0.1)
+    pytest.fail("the worker is still there")
 
 
 def test_processes_share_a_cache_and_a_fork_is_neither_noisy_nor_stuck(tmp_path: Path) -> None:

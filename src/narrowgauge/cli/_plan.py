@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from narrowgauge import recipes
+from narrowgauge._text import told
 from narrowgauge.cli._console import MISSING, Printer, complain
 from narrowgauge.cli._files import UsageError, picture_path, user_input, write_output
 from narrowgauge.cli._options import PlanOptions, parts, plan_of
@@ -104,11 +105,9 @@ def _planned(options: PlanOptions) -> tuple[list[MemoryPlan], list[Answers] | No
     def peak(recipe: Recipe, sequence: int) -> int:
         return planned(recipe, _model(options, sequence), sequence).peak
 
-    with warnings.catch_warnings(record=True) as caught:  # of recipes that were fitted to another model
-        warnings.simplefilter("always", UserWarning)
+    with told(complain):  # of recipes that were fitted to another model
         plans = [replace(planned(one, model, options.sequence), recipe=name) for name, one in found.items()]
-        for note in dict.fromkeys(str(warning.message) for warning in caught):
-            complain(note)
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
         # Asked of each length anew where the model would be another one.
         asked = peak if grows(options.model) else None
         pairs = zip(plans, found.values(), strict=True)

@@ -28,7 +28,11 @@ def results_file(run: Path) -> Path | None:
 
 def others(run: Path) -> str:
     """The end of a message on a folder without records under their usual name: the files that may have some."""
+    from narrowgauge.trainers._run_folder import HISTORY  # half a second, which other messages need not wait
+
     files = sorted(path.name for path in run.glob("*.jsonl"))
+    if files == [HISTORY]:
+        return ": its training had --gauges-every 0"
     return f"; it has {listed(files)}: give the file" if files else ""
 
 
@@ -71,7 +75,7 @@ def read_results(path: Path) -> Json:
 
 def _check(results: Any) -> None:
     """Refuse what no comparison writes, with a ValueError that names the place."""
-    if (flaw := _flaw(results, _RESULTS, "the whole")) is not None:
+    if (flaw := _flaw(results, _RESULTS, "its content")) is not None:
         raise ValueError(f"{flaw} is not what a comparison writes")
     if results["schema"] != 1:
         raise ValueError(f"its schema must be 1, got {results['schema']!r}")
@@ -85,7 +89,7 @@ def _check(results: Any) -> None:
         columns = [len(set(map(len, (seed["history"][key] for key in _HISTORY)))) for seed in row["seeds"]]
         pairs = [row.get(f"{part}_ms_quartiles") for part in ("optimizer", "step")]
         if set(columns) != {1} or 0 in lengths or any(pair is not None and len(pair) != 2 for pair in pairs):
-            raise ValueError(f"a list of recipes.{name} has another length")
+            raise ValueError(f"the lists of recipes.{name} must have one length")
 
 
 def _flaw(value: Any, shape: Any, place: str) -> str | None:
@@ -106,7 +110,7 @@ def _flaw(value: Any, shape: Any, place: str) -> str | None:
         return f"{place} without {min(needed - value.keys())}"
     for key, item in value.items():
         of = shape.get(key, shape.get(f"{key}?", shape.get("*", (object,))))
-        if (flaw := _flaw(item, of, key if place == "the whole" else f"{place}.{key}")) is not None:
+        if (flaw := _flaw(item, of, key if place == "its content" else f"{place}.{key}")) is not None:
             return flaw
     return None
 

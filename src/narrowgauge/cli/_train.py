@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -12,7 +13,7 @@ from rich.progress import TaskID
 from narrowgauge import recipes
 from narrowgauge.cli._console import Display, asked_to_stop, complain
 from narrowgauge.cli._environment import find_device, out_of_memory
-from narrowgauge.cli._files import UsageError, folder_to_write, user_input
+from narrowgauge.cli._files import UsageError, folder_to_write, user_input, writing
 from narrowgauge.cli._options import TokensOptions, option
 from narrowgauge.trainers import (
     DataError,
@@ -81,6 +82,13 @@ def train(settings: TrainSettings) -> int:
         if display.begun and not isinstance(error, DATA_ERRORS):
             raise
         raise UsageError(str(error)) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UsageError(
+            f"--out {settings.out}: {error.strerror}: make room, and the same command with --resume auto goes on "
+            "from the newest checkpoint"
+        ) from error
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
@@ -96,7 +104,8 @@ def train(settings: TrainSettings) -> int:
         complain(f"--lr {settings.lr}: no loss was finite up to step {outcome.step}; take a lower one{clip}")
         return 1
     if outcome.stopped:
-        display.say(f"stopped after step {outcome.step}; the same command goes on from there")
+        same = "the same command" if settings.resume == "auto" else "the same command with --resume auto"
+        display.say(f"stopped after step {outcome.step}; {same} goes on from there")
         return 130
     display.say(f"validation loss {outcome.validation_loss:.4f}\n{settings.out}")
     return 0
@@ -148,7 +157,7 @@ def tokens(options: TokensOptions) -> int:
         if value is not None and not least <= value <= most:
             raise UsageError(f"--{name} must be an integer from {least} to {most}, got {value}")
     folder_to_write("--out", options.out)
-    with TrainDisplay() as display, user_input():
+    with TrainDisplay() as display, user_input(), writing("--out", options.out):
         index = prepare_tokens(
             options.data, options.out, vocabulary=vocabulary, workers=workers or usable_cores(),
             validation=options.validation, learn_from=None if learn_from is None else learn_from * 1_000_000,

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import itertools
 import json
 import logging
 import math
@@ -45,7 +44,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from narrowgauge._files import write_whole
+from narrowgauge._files import free_path, write_whole
 
 LOG = logging.getLogger("narrowgauge.gauges")
 
@@ -251,7 +250,7 @@ class Writer:
             raise ValueError(f"path {self.path} cannot be continued: {records.damage}")
         if self.path.read_bytes().count(b"\n") > len(records):
             # Not the half line of a kill: there may be more records after the damage.
-            saved = _free(self.path.with_name(self.path.name + ".damaged"))
+            saved = free_path(self.path.with_name(self.path.name + ".damaged"))
             shutil.copyfile(self.path, saved)
             LOG.warning("%s: %s; the whole file is kept as %s", self.path, records.damage, saved)
         kept = [record for record in records if record.get("step", 0) <= step]
@@ -285,9 +284,3 @@ class Writer:
 
 
 _WRITERS: weakref.WeakSet[Writer] = weakref.WeakSet()  # those that are open
-
-
-def _free(path: Path) -> Path:
-    """A path that does not exist: this one, or with a number after it."""
-    numbered = (path.with_name(f"{path.name}{number}") for number in itertools.count(2))
-    return next(p for p in itertools.chain([path], numbered) if not p.exists())

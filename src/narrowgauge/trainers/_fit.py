@@ -19,6 +19,7 @@ from torch import Tensor
 
 from narrowgauge import gauges, recipes
 from narrowgauge._schedule import schedule
+from narrowgauge._text import told
 from narrowgauge.recipes import cast
 from narrowgauge.trainers._build import Parts, build_parts, plain_model
 from narrowgauge.trainers._data import Opened, open_task
@@ -129,8 +130,10 @@ def _fit(
     for note in opened.notes:
         progress.say(note)
     if settings.warmup >= settings.steps:
-        progress.say(f"--warmup {settings.warmup} takes all of --steps {settings.steps}: the rate stays below --lr")
-    parts = build_parts(settings, opened.outputs, device, group, end=opened.end)
+        reached = "is reached in the last one" if settings.warmup == settings.steps else "is not reached"
+        progress.say(f"--warmup {settings.warmup} takes all of --steps {settings.steps}: --lr {reached}")
+    with told(progress.say):  # of a recipe that was fitted to another model
+        parts = build_parts(settings, opened.outputs, device, group, end=opened.end)
     for note in parts.notes:
         progress.say(note)
     if settings.patch_dropout:
@@ -144,7 +147,8 @@ def _fit(
     checkpointer = Checkpointer(settings, parts, opened.task, opened.fingerprint, adapt)
     step = 0
     if checkpoint is not None:
-        step = checkpointer.load(checkpoint)
+        with told(progress.say):
+            step = checkpointer.load(checkpoint)
         progress.say(f"going on from {checkpoint}" if step < settings.steps else f"ended already: {checkpoint}")
         for change in checkpointer.changes:
             progress.say(change)
@@ -203,7 +207,8 @@ class Training:
     def run(self, after: int, stop: Callable[[], bool]) -> Outcome:
         """Take the steps after `after`."""
         settings, clock = self.settings, Clock(self._device)
-        history = self._history = History(settings.out if self.group.first else None, after)
+        folder = settings.out if self.group.first else None
+        history = self._history = History(folder, after, self.progress.say)
         self.progress.begin(after, settings.steps)
         validated: float | None = None
         steps = training_loop(

@@ -18,7 +18,8 @@ The history has a line of JSON each for loss and learning rate by step, speed, a
     {"step": 100, "validation_loss": 5.81, "perplexity": 333.6, "bits_per_byte": 2.41}
     {"step": 120, "adapted": "h.3.attn.c_attn.weight: weights plain -> split8: 31 % of its update was lost ..."}
 
-A resumed run removes the records after its checkpoint and takes those steps again.
+A resumed run removes the records after its checkpoint and takes those steps again. One that goes back to an older
+checkpoint renames the newer ones, which belong to another course.
 """
 
 from __future__ import annotations
@@ -29,15 +30,17 @@ import json
 import math
 import os
 import platform
-import warnings
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from narrowgauge import recipes
-from narrowgauge._files import set_aside, write_whole
+from narrowgauge._files import free_path, set_aside, write_whole
+from narrowgauge._text import told
 from narrowgauge.distributed import DamagedCheckpointError, latest_checkpoint, load_checkpoint, save_checkpoint
+from narrowgauge.distributed._checkpoint._directory import set_newer_aside
 from narrowgauge.recipes import Adapt, FittedRecipe
 from narrowgauge.trainers._build import Parts
 from narrowgauge.trainers._parallel import ProcessGroup
@@ -69,25 +72,27 @@ def find_checkpoint(settings: TrainSettings, say: Callable[[str], None]) -> Path
     """
     folder = settings.out / CHECKPOINTS
     if settings.resume == "auto":
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with told(say):
             try:
-                found = latest_checkpoint(folder)
+                return latest_checkpoint(folder)
             except DamagedCheckpointError as error:
                 raise DamagedCheckpointError(
                     f"{str(error).removeprefix('latest_checkpoint: ')}; to begin anew take another --out, or move "
                     f"{folder} away"
                 ) from error
-        for warning in caught:
-            say(str(warning.message))
-        return found
     if settings.resume == "no":
         if folder.exists() and any(folder.glob("step-*")):
-            raise SettingsError(f"--resume must be auto where --out {settings.out} has a run, got 'no'")
+            raise SettingsError(
+                f"--resume must be auto where --out {settings.out} has a run (another --out begins anew), got 'no'"
+            )
         return None
     path = Path(settings.resume)
     if not path.is_dir():
         raise SettingsError(f"--resume must be auto, no, or the folder of a checkpoint, got {settings.resume!r}")
+    if several := sorted(each.name for each in path.glob("step-*")):
+        raise SettingsError(
+            f"--resume must be one checkpoint, such as {path / several[-1]}, got {settings.resume!r}"
+        )
     return path
 
 
@@ -143,7 +148,8 @@ def _take(path: Path) -> tuple[int | None, str]:
 def begin(settings: TrainSettings, checkpoint: Path | None, changes: Sequence[str]) -> list[Path]:
     """Write a run's settings into its folder. Records of another run there are renamed, with their settings.
 
-    A fitted recipe is copied, and the settings name the copy. `changes` are those of a `Checkpointer`.
+    So are checkpoints that are newer than the named one, or of another run than that. A fitted recipe is copied,
+    and the settings name the copy. `changes` are those of a `Checkpointer`.
 
     Returns:
         Where the files of the other run are now.
@@ -154,6 +160,8 @@ def begin(settings: TrainSettings, checkpoint: Path | None, changes: Sequence[st
     written = [path for name in (HISTORY, GAUGES) if (path := settings.out / name).exists() and path.stat().st_size]
     if written and not goes_on:
         kept = set_aside(settings.out, [*(path.name for path in written), CONFIG, *[RECIPE] * fitted])
+    if checkpoint is not None and settings.resume != "auto" and (folder := settings.out / CHECKPOINTS).is_dir():
+        kept += set_newer_aside(folder, checkpoint if goes_on else None)
     if isinstance(settings.chosen, FittedRecipe):
         settings = replace(settings, recipe=str(settings.chosen.save(settings.out / RECIPE)))
     write_whole(settings.out / CONFIG, config_text(settings, changes))
@@ -206,9 +214,13 @@ class Checkpointer:
             DamagedCheckpointError: if it is not what was written.
         """
         written = path.parent.parent / CONFIG
+        values: dict[str, Any] = {}
         if path.parent.name == CHECKPOINTS and written.is_file():
+            with contextlib.suppress(SettingsError):  # a damaged file: the checkpoint has all settings
+                values = config_values(written)
+        if "resume" in values:  # the last line: the file is whole
             # Names the flag, where loading would name a tensor of another shape.
-            values, copy = config_values(written), written.with_name(RECIPE)
+            copy = written.with_name(RECIPE)
             if not str(values.get("recipe")).endswith(copy.suffix):
                 refuse_others(self.settings, values, path)
             elif copy.is_file():
@@ -256,20 +268,16 @@ class Checkpointer:
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
-    """The records of a file, up to the first line that is damaged or unfinished; none if there is no file."""
+    """The records of a file without lines that are damaged or unfinished; none if there is no file."""
     found: list[dict[str, Any]] = []
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return found
     for line in text.splitlines():
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            break
-        if not _is_record(record):
-            break
-        found.append(record)
+        with contextlib.suppress(ValueError, RecursionError):
+            if _is_record(record := json.loads(line)):
+                found.append(record)
     return found
 
 
@@ -283,15 +291,22 @@ def _is_record(record: Any) -> bool:
 
 
 class History:
-    """Writes records to a run's folder, if any, and removes those of steps after the checkpoint's."""
+    """Writes records to a run's folder, if any, and removes those of steps after the checkpoint's.
 
-    def __init__(self, folder: Path | None, after: int) -> None:
+    Of a file with damaged lines, other than the half line of a kill, the whole is kept, and `say` told where.
+    """
+
+    def __init__(self, folder: Path | None, after: int, say: Callable[[str], None] = lambda text: None) -> None:
         self._file: TextIO | None = None
         if folder is None:
             return
         path = folder / HISTORY
-        kept = [record for record in read_history(path) if record["step"] <= after]
-        write_whole(path, "".join(map(_line, kept)))
+        found = read_history(path)
+        if path.exists() and (lines := path.read_bytes().count(b"\n")) > len(found):
+            saved = free_path(path.with_name(f"{HISTORY}.damaged"))
+            shutil.copyfile(path, saved)
+            say(f"{path}: {lines - len(found)} of its {lines} lines are damaged; the whole file is kept as {saved}")
+        write_whole(path, "".join(_line(record) for record in found if record["step"] <= after))
         self._file = path.open("a", encoding="utf-8")
 
     def add(self, **record: Any) -> None:

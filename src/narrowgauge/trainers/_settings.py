@@ -172,6 +172,12 @@ class TrainSettings:
             unset = value is None and f.default is None
             if not (unset or f.metadata["good"](value)):
                 raise SettingsError(f"{flag(f.name)} must be {f.metadata['must be']}, got {value!r}")
+        unused = {"adapt_tolerance": "without --adapt"} if not self.adapt else {}
+        if self.schedule == "constant":
+            unused["final_lr"] = "with --schedule constant"
+        for f in fields(self):
+            if f.name in unused and (value := getattr(self, f.name)) != f.default:
+                raise SettingsError(f"{flag(f.name)} must be left out {unused[f.name]}, got {value!r}")
         if self.batch % self.accumulate:
             raise SettingsError(f"--accumulate must be a divisor of --batch {self.batch}, got {self.accumulate}")
         recipe = self.chosen

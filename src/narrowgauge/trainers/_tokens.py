@@ -30,6 +30,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -275,12 +276,20 @@ def _encoded(tokenizer: Tokenizer, batches: list[list[str]], workers: int) -> It
     # Not forked: the tokenizer's threads do not survive a fork. The workers share the cores already.
     context = multiprocessing.get_context("spawn")
     jobs = -(-len(batches) // _JOB)
-    with ProcessPoolExecutor(min(workers, jobs), context, initializer=_one_thread) as pool:
+    with ProcessPoolExecutor(min(workers, jobs), context, initializer=_begin_worker) as pool:
         yield from pool.map(encode, batches, chunksize=_JOB)
 
 
-def _one_thread() -> None:
+def _begin_worker() -> None:
+    """Use one thread, and end with the parent process, also if that is killed."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _encode(tokenizer: Tokenizer, batch: list[str]) -> NDArray[np.int32]:
@@ -362,7 +371,7 @@ def _write(folder: Path, made: TokenizedCorpus, **about: Any) -> dict[str, Any]:
     }  # fmt: skip
     for side, tokens in zip(_SIDES, (made.train, made.validation), strict=True):
         data = tokens.numpy().astype(kind)
-        (folder / f"{side}.tokens").write_bytes(data.tobytes())
+        write_whole(folder / f"{side}.tokens", data.tobytes())
         index[side] = {"tokens": len(data), "sha256": _checksums(data)}
     index["sha256"] = _checksum(index)
     write_whole(folder / INDEX, json.dumps(index, indent=1) + "\n")

@@ -87,7 +87,7 @@ def _say_damage(records: Records, where: str = "") -> None:
 
 
 def _page_path(options: ReportOptions, default: Path, files: list[Path]) -> Path:
-    """Where the page goes; a UsageError if that is one of the files that are read."""
+    """Where the page goes; a UsageError if that is one of the files that are read, or another that is no page."""
     out = options.out or default
     with writing("--out", out):
         if out.is_dir():
@@ -95,4 +95,6 @@ def _page_path(options: ReportOptions, default: Path, files: list[Path]) -> Path
         out.parent.mkdir(parents=True, exist_ok=True)
     if out.absolute() in [file.absolute() for file in files]:
         raise UsageError(f"--out must not be the file of records, got {str(out)!r}")
+    if out.suffix.lower() not in (".html", ".htm") and out.is_file():
+        raise UsageError(f"--out must end in .html where there is a file, got {str(out)!r}")
     return out

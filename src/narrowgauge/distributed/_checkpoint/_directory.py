@@ -19,6 +19,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from narrowgauge._files import set_aside
 from narrowgauge._text import warn
 from narrowgauge.distributed._checkpoint._files import is_free, locked, replace_file, sync_folder, write_file
 from narrowgauge.distributed._checkpoint._format import (
@@ -126,6 +127,20 @@ def _remove(old: list[Path], token: str) -> None:
             shutil.rmtree(doomed)
         except OSError as error:
             warn(f"save_checkpoint: {path} could not be removed: {error}")
+
+
+def set_newer_aside(folder: Path, than: Path | None) -> list[Path]:
+    """Rename the checkpoints that are newer than one of theirs, or all, as a run that goes back does.
+
+    Returns:
+        The new paths.
+    """
+    with locked(folder):
+        found = [path for path, _ in _by_age(folder, lambda text: None)]
+        newer = found if than is None else found[: [path.resolve() for path in found].index(than.resolve())]
+        if newer:
+            (folder / LATEST).unlink(missing_ok=True)
+        return set_aside(folder, [path.name for path in newer])
 
 
 def clear_abandoned(folder: Path) -> None:
