@@ -253,7 +253,7 @@ BAD = {
         ["--recipes", "lion8bit@eps=1e-8"],
         "settings of recipe 'lion8bit' must be among lr, betas",
     ),
-    "a setting that is refused": (["--recipes", "A,D@lr=-1,eps=0"], "Invalid learning rate: -1"),
+    "a setting that is refused": (["--recipes", "A,D@lr=-1,eps=0"], "least 0 (recipe D@lr=-1,eps=0)"),
     "no threads": (["--threads", "0"], "--threads must be an integer of at least 1, got 0"),
     "unknown model": (["--model", "gpt5"], "--model must be one of micro"),
     "no steps": (["--steps", "0"], "--steps must be an integer of at least 1, got 0"),

@@ -89,7 +89,7 @@ def test_a_fitted_recipe_is_for_its_model(capsys: pytest.CaptureFixture[str], tm
     assert main(["plan", "7B", "--recipe", f"D,{path}"]) == 2
     told = capsys.readouterr().err
     assert told.startswith(
-        "narrowgauge: recipe must be one for any model with a number of parameters, got 'by-hand'"
+        "narrowgauge: --recipe must be one for any model with a number of parameters, got 'by-hand'"
     )
     assert told.count("\n") == 1
     assert main(["plan", "micro", *SMALL, "--recipe", path, "--memory", "300MB"]) == 0
@@ -209,15 +209,15 @@ def test_the_figure_has_every_recipe_and_part(
 
 ERRORS = {
     "model": (["gpt5"], "MODEL must be a preset"),
-    "recipe": (["micro", "--recipe", "E"], "recipe must be one of"),
+    "recipe": (["micro", "--recipe", "E"], "--recipe must be one of"),
     "no recipe": (["micro", "--recipe", ","], "--recipe must name recipes, got ','"),
     "linear": (["micro", "--linear", "FOO"], "--linear must be a name such as SWITCHBACK"),
     "memory": (["micro", "--memory", "much"], "--memory must be a number with its unit"),
-    "batch": (["micro", "--batch", "0"], "batch must be an integer from 1"),
+    "batch": (["micro", "--batch", "0"], "--batch must be an integer from 1"),
     "count": (["7B", "--batch", "3"], "--batch must be left out for a number of parameters"),
     "vocabulary": (["7B", "--vocabulary", "300"], "--vocabulary must be given with a preset that reads tokens"),
     "classes": (["micro", "--classes", "3"], "--classes must be given with a preset of ViT or a model of timm"),
-    "a caption": (["clip-micro", "--sequence", "40"], "sequence must be at most 16"),
+    "a caption": (["clip-micro", "--sequence", "40"], "--sequence must be at most 16"),
     "added to a count": (["7B", "--layer-scale", "0"], "--layer-scale must be left out for a number of parameters"),
 }  # fmt: skip
 

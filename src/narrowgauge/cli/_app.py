@@ -57,12 +57,22 @@ def run(arguments: list[str]) -> int:
         if debug:
             traceback.print_exc()
         text = error.format_message() if isinstance(error, _TyperError) else str(error)
-        print(f"narrowgauge: {' '.join(text.split())}", file=sys.stderr)
+        print(f"narrowgauge: {_flagged(command, words, ' '.join(text.split()))}", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, typer.Abort):
         print("narrowgauge: interrupted", file=sys.stderr)
         return 130
     return int(status or 0)
+
+
+def _flagged(command: Any, words: list[str], text: str) -> str:
+    """A message whose first word the library calls an argument, and this command line an option."""
+    for word in words:
+        if word not in getattr(command, "commands", ()):
+            break
+        command = command.commands[word]
+    flags = {flag for option in command.params for flag in option.opts}
+    return f"--{text}" if f"--{text.partition(' ')[0]}" in flags else text
 
 
 @app.callback(invoke_without_command=True)

@@ -249,8 +249,11 @@ def check_settings(recipes: Mapping[str, Recipe], settings: Settings) -> None:
         if not any(recipe.takes(name) for recipe in recipes.values()):
             kinds = sorted({recipe.optimizer.__name__ for recipe in recipes.values()})
             raise ValueError(f"{name} must be an argument of compare or of {' or '.join(kinds)}, and is of none")
-    for recipe in recipes.values():
-        recipe.check_arguments(**arguments(recipe, settings, 0))
+    for name, recipe in recipes.items():
+        try:
+            recipe.check_arguments(**arguments(recipe, settings, 0))
+        except ValueError as error:
+            raise ValueError(f"{error} (recipe {name})") from None
 
 
 def reference(recipes: Mapping[str, Recipe]) -> str:
