@@ -224,7 +224,7 @@ def train(
         way, `curve`: [step, mean training loss since the point before], `tasks`: share of right answers and that of
         chance, `gauges` by step, `advice` of the gauges, `bytes` a parameter, `tokens_per_second` between looks,
         `seconds`; `widened` of a row that adapts: [step, name, storage before, after]. With `failed` if it is not
-        at its end.
+        at its end; then the last validation is of the step where it ended.
     """
     begun = time.monotonic()
     run = Run(row, setting, lr, seed, parts, device)
@@ -246,7 +246,11 @@ def train(
     result = _result(run)
     if run.step < run.steps and not result["diverged"]:
         run.save(checkpoint)
-        return result | {"failed": f"ended after step {run.step} of {run.steps} for want of time"}
+        seen = [*result["validation"], [run.step, run.validate()]]  # the last one is not in the checkpoint
+        return result | {
+            "validation": seen,
+            "failed": f"ended after step {run.step} of {run.steps} for want of time",
+        }
     if not result["diverged"]:
         result["validation_loss"] = run.validate(last=True)
         result["tasks"] = tasks.answered(run.model, parts, setting.sequence, setting.questions, device)

@@ -162,6 +162,7 @@ def test_a_part_that_does_not_come_ends_a_run_which_then_goes_on(
     late.rename(tmp_path / "late")
     stopped = trained("two", time.monotonic())
     assert stopped["failed"] == f"ended after step {stopped['steps']} of {whole['steps']} for want of time"
+    assert [step for step, _ in stopped["validation"]] == [stopped["steps"]]
     assert stopped["steps"] == first < whole["steps"]
     (tmp_path / "late").rename(late)
     again = trained("two", math.inf)
