@@ -69,6 +69,30 @@ def test_weights_that_stall_get_low_words(caplog: pytest.LogCaptureFixture) -> N
     )
 
 
+@pytest.mark.parametrize("share", [0.04, 0.06])
+def test_what_is_lost_at_the_end_of_a_decay_is_not_judged(share: float) -> None:
+    """split8 takes updates of 1e-4, and loses those of a norm's gains at a twentieth of that."""
+
+    def run(resumed: bool) -> Adapt:
+        model = small()
+        optimizer = AdamW(model.named_parameters(), lr=1e-4, weights="split8", betas=(0.5, 0.9))
+        adapt, inputs = Adapt(model, optimizer, every=1), batches(model)
+        train(model, optimizer, 8, inputs)
+        assert not adapt.changes
+        optimizer.param_groups[0]["lr"] *= share
+        if resumed:
+            state = adapt.state_dict()
+            adapt.remove()
+            adapt = Adapt(model, optimizer, every=1)
+            adapt.load_state_dict(state)
+        train(model, optimizer, 8, inputs)
+        return adapt
+
+    found, again = run(False), run(True)
+    assert found.changes == again.changes
+    assert ("3.weight" in {change.name for change in found.changes}) == (share > 0.05)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"weights": "stochastic"}, {"states": "log8"}, {"states": "log4"}, {"lr": 0.1, "weights": "auto"}],

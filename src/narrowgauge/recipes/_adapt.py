@@ -12,7 +12,8 @@ Three things are measured, each by a *quality* that is 1 if nothing is lost. For
 product of the stored update and the intended one, over the squared norm of the latter (Collage, Definition 3.3).
 Rounding errors that cancel over many elements leave it at 1.
 
-* **Weights**: the update that is stored. The optimizer's step measures it.
+* **Weights**: the update that is stored. The optimizer's step measures it. An update below a twentieth of the
+  tensor's longest is not judged: it comes at the end of a learning rate's decay, and hardly moves the weight.
 * **Moments**: the step that stored moments make, beside the step that exact moments would make. First moments in
   `log4` and `log8` lose nothing, because their error is added to the weight.
 * **Linear layers with a plan**: 1 minus the error of each multiply in eight bits, as a share of its result, on the
@@ -46,6 +47,7 @@ from torch import Tensor, nn
 from narrowgauge._arguments import Positive, Size, check, check_instance
 from narrowgauge._before_step import BeforeStep, capturing
 from narrowgauge._module_names import clean_name, unwrap_model, unwrap_optimizer
+from narrowgauge.gauges._rules import SHORT
 from narrowgauge.linear._function import linear
 from narrowgauge.linear._module import LowPrecisionConv1D, LowPrecisionLinear
 from narrowgauge.linear._plan import HIGH_PRECISION, MULTIPLIES
@@ -144,6 +146,7 @@ class Adapt:
         self._layers = {clean_name(n): m for n, m in bare.named_modules() if isinstance(m, kinds)}
         self._recent: dict[Key, list[float]] = {}
         self._sums: dict[Key, Tensor] = {}
+        self._longest: dict[str, float] = {}  # the largest squared norm of a parameter's intended updates
         self._setting = optimizer.gauges
         hooks = [layer.register_forward_hook(self._layer_hook(name)) for name, layer in self._layers.items()]
         before = optimizer.register_step_pre_hook(BeforeStep(self._before_step))
@@ -266,7 +269,13 @@ class Adapt:
         table = torch.stack([self._sums.get(key, none).to(home, non_blocking=True) for key in keys])
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(table)
-        ratios = {key: a / b if b else math.nan for key, (a, b) in zip(keys, table.tolist(), strict=True)}
+        pairs = dict(zip(keys, table.tolist(), strict=True))
+        for (name, what), (_, squares) in pairs.items():
+            if what == "weights":
+                self._longest[name] = max(squares, self._longest.get(name, 0.0))
+                if squares < SHORT**2 * self._longest[name]:
+                    pairs[name, what] = [0.0, 0.0]
+        ratios = {key: a / b if b else math.nan for key, (a, b) in pairs.items()}
         return {key: 1 - math.sqrt(x) if key[1] in MULTIPLIES else x for key, x in ratios.items()}
 
     def _crossed(self, key: Key, quality: Mapping[Key, float]) -> float | None:
@@ -288,9 +297,10 @@ class Adapt:
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values: the step, the changes, and the measurements that the next decision needs."""
+        """Plain values: the step, the changes, and the measurements that later decisions need."""
         recent = [[name, what, list(values)] for (name, what), values in self._recent.items()]
-        return {"step": self.step, "changes": [asdict(change) for change in self.changes], "recent": recent}
+        changes = [asdict(change) for change in self.changes]
+        return {"step": self.step, "changes": changes, "recent": recent, "longest": dict(self._longest)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`: make its changes, without calling `say`, and take its measurements.
@@ -313,6 +323,7 @@ class Adapt:
                 self._optimizer.convert(self._parameters[change.name], **{change.what: change.becomes})
         self.step, self.changes = state["step"], changes
         self._recent = {(name, what): list(values) for name, what, values in state["recent"]}
+        self._longest = dict(state.get("longest", {}))
         self._expect()
 
 
