@@ -9,6 +9,9 @@ FIELDS = (
     "ratio_squares", "ratio_elements",
 )  # fmt: skip
 SUMS = len(FIELDS)
+# Ours. An update below this share of its tensor's longest comes at the end of a learning rate's decay. All of them
+# together are half a percent of what a cosine to zero moves a weight.
+SHORT = 0.05
 
 
 def update_terms(intended: Tensor, stored: Tensor, visible: Tensor) -> list[Tensor]:

@@ -304,7 +304,7 @@ def test_states_load_both_ways(copies: str) -> None:
     losses = train(plain, optimizer, range(3, 6))
     for model, one in ((net, mine), (plain2, optimizer2), (net2, mine2)):
         assert train(model, one, range(3, 6)) == losses
-    with pytest.raises(ValueError, match="parameter groups"):
+    with pytest.raises(ValueError, match="this optimizer's groups"):
         mine.load_state_dict({"state": {}, "param_groups": []})
 
 

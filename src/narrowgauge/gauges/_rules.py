@@ -48,9 +48,6 @@ MODEL_QUALITY, TENSOR_QUALITY = 0.95, 0.9
 # Ours. Counts of lost updates alone say little (a tensor can lose most of them and keep the large ones; stochastic
 # rounding loses most on purpose). They count beside the quality, and alone only where a tensor loses all of them.
 ALL_LOST = 0.999
-# Ours. An update below this share of its tensor's longest comes at the end of a learning rate's decay. All of them
-# together are half a percent of what a cosine to zero moves a weight.
-SHORT = 0.05
 SKIPPED = "skipped steps"  # what an alarm is of when a scaler skips many steps in a row
 VISIBLE_LOST, STORED_LOST = 0.1, 0.01
 # Ours. RMS_t is about 1 where the second moment is an average of the gradient's square (SwitchBack, Section 3.4). A

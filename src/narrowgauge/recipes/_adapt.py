@@ -47,7 +47,7 @@ from torch import Tensor, nn
 from narrowgauge._arguments import Positive, Size, check, check_instance
 from narrowgauge._before_step import BeforeStep, capturing
 from narrowgauge._module_names import clean_name, unwrap_model, unwrap_optimizer
-from narrowgauge.gauges._rules import SHORT
+from narrowgauge._update_sums import SHORT
 from narrowgauge.linear._function import linear
 from narrowgauge.linear._module import LowPrecisionConv1D, LowPrecisionLinear
 from narrowgauge.linear._plan import HIGH_PRECISION, MULTIPLIES

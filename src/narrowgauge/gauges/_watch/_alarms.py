@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
+from narrowgauge._update_sums import SHORT
 from narrowgauge.gauges._history import STOCHASTIC, storages_by_slot
 from narrowgauge.gauges._records import LOG, Record
-from narrowgauge.gauges._rules import ALL_LOST, MIN_MEASUREMENTS, SHORT, SKIPPED
+from narrowgauge.gauges._rules import ALL_LOST, MIN_MEASUREMENTS, SKIPPED
 from narrowgauge.gauges._spikes import LossSpikes, RmsSpikes, Spike
 
 MOST_LOGGED = 5  # tensors of a kind that are logged by name: when a training diverges all have inf or NaN
