@@ -45,7 +45,7 @@ def exact_patterns(group: Sequence[str], names: Sequence[str]) -> tuple[str, ...
 
 @contextlib.contextmanager
 def told(say: Callable[[str], None]) -> Iterator[None]:
-    """Hand the UserWarnings of a block to a function, each text once, in place of two lines on stderr."""
+    """Hand the warnings of a block to a function, each text once, in place of two lines on stderr."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:

@@ -1,6 +1,9 @@
-"""What one step did to a parameter, as terms of eight sums."""
+"""What one step did to a parameter, as terms of eight sums, and which steps are short."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -9,9 +12,31 @@ FIELDS = (
     "ratio_squares", "ratio_elements",
 )  # fmt: skip
 SUMS = len(FIELDS)
-# Ours. An update below this share of its tensor's longest comes at the end of a learning rate's decay. All of them
+# Ours. Updates below this share of their tensor's longest come at the end of a learning rate's decay. All of them
 # together are half a percent of what a cosine to zero moves a weight.
-SHORT = 0.05
+_SHORT = 0.05
+
+
+class Longest:
+    """Tells by tensor which updates are short beside its longest; single outliers are no longest update.
+
+    Attributes:
+        seen: by name, the largest median of three norms in a row, and the last two norms; plain values.
+    """
+
+    def __init__(self, seen: Mapping[str, Sequence[float]] | None = None) -> None:
+        self.seen = {name: list(values) for name, values in (seen or {}).items()}
+
+    def is_short(self, name: str, norm: float) -> bool:
+        """Take in the norm of an update; whether it is short."""
+        if not math.isfinite(norm):
+            return False
+        longest, *last = self.seen.get(name, [0.0])
+        last.append(norm)
+        if len(last) == 3:
+            longest = max(longest, sorted(last)[1])
+        self.seen[name] = [longest, *last[-2:]]
+        return norm < _SHORT * longest
 
 
 def update_terms(intended: Tensor, stored: Tensor, visible: Tensor) -> list[Tensor]:

@@ -196,8 +196,11 @@ def stopped(results: Results) -> str:
     loss = {name: dict(map(tuple, run["validation"])) for name, run in runs.items()}
     trained = {name: dict(map(tuple, run["curve"])) for name, run in runs.items()}
     steps, own = results["training"]["steps"], loss[REFERENCE]
-    seen = [min(own, key=lambda step: abs(step - share * steps)) for share in (0.1, 0.25, 0.5, 0.75, 0.95)]
-    late = [step for step in trained[REFERENCE] if step > 0.9 * steps]
+    common = [step for step in own if all(step in of for of in loss.values())]
+    seen = [min(common, key=lambda step: abs(step - share * steps)) for share in (0.05, 0.1, 0.25, 0.5, 0.75, 0.95)]
+    late = [
+        step for step in trained[REFERENCE] if step > 0.9 * steps and all(step in of for of in trained.values())
+    ]
 
     def beside(name: str, value: float, reference: float) -> str:
         return f"{value:.4f}" if name == REFERENCE else f"{value - reference:+.4f}"

@@ -247,16 +247,14 @@ def train(
     if run.step < run.steps and not result["diverged"]:
         run.save(checkpoint)
         seen = [*result["validation"], [run.step, run.validate()]]  # the last one is not in the checkpoint
-        return result | {
-            "validation": seen,
-            "failed": f"ended after step {run.step} of {run.steps} for want of time",
-        }
-    if not result["diverged"]:
+        result |= {"validation": seen, "failed": f"ended after step {run.step} of {run.steps} for want of time"}
+    elif not result["diverged"]:
         result["validation_loss"] = run.validate(last=True)
         result["tasks"] = tasks.answered(run.model, parts, setting.sequence, setting.questions, device)
     if ours:
         result |= _gauged(records)
-    checkpoint.unlink(missing_ok=True)
+    if "failed" not in result:
+        checkpoint.unlink(missing_ok=True)
     return result
 
 

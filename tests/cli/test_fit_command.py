@@ -115,7 +115,7 @@ def test_wrong_input_is_a_line(
 def test_the_recipe_of_a_training_is_not_replaced(
     tmp_path: Path, given: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.toml").touch()
+    (tmp_path / "history.jsonl").touch()
     assert fit("--out", tmp_path, *TINY) == 2
     told = capsys.readouterr().err
     assert f"--out must not be the folder of a training, whose recipe it has, got {tmp_path}\n" in told

@@ -465,11 +465,11 @@ def test_only_pages_are_written_over(tmp_path: Path, capsys: pytest.CaptureFixtu
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"weights")
     assert main(["report", str(path), "--out", str(weights)]) == 2
-    assert f"--out must end in .html where there is a file, got {str(weights)!r}" in capsys.readouterr().err
+    assert f"--out must be a new file, or a page to write over, got {str(weights)!r}" in capsys.readouterr().err
     assert weights.read_bytes() == b"weights"
-    for out in (tmp_path / "page.HTML", tmp_path / "new", tmp_path / "page.HTML"):
+    for out in (tmp_path / "page.html", tmp_path / "new", tmp_path / "page.html", tmp_path / "new"):
         assert main(["report", str(path), "--out", str(out)]) == 0
-        assert out.read_text().startswith("<!")
+        assert out.read_text().startswith("<!doctype html>")
 
 
 def test_a_run_without_gauges_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -149,14 +149,6 @@ REFUSED = {
         ("--recipe", "lion8bit", "--beta2-schedule", "0.8"),
         "--beta2-schedule must be left out with --recipe lion8bit, whose Lion has none, got 0.8",
     ),
-    "an end of a rate that stays": (
-        ("--schedule", "constant", "--final-lr", "0"),
-        "--final-lr must be left out with --schedule constant, got 0.0",
-    ),
-    "a tolerance of nothing": (
-        ("--adapt-tolerance", "0.5"),
-        "--adapt-tolerance must be left out without --adapt, got 0.5",
-    ),
     "a decay out of range": (("--beta2", "1.5"), "--beta2 must be a number from 0 to below 1"),
     "a text that is not there": (("--data", "nowhere.txt"), "--data must be a UTF-8 text file"),
     "a file that is not there": (("--config", "nowhere.toml"), "--config: nowhere.toml: No such file"),

@@ -394,11 +394,11 @@ def test_an_update_that_arrives_begins_the_count_of_lost_ones_anew(caplog: pytes
 
 def test_lost_updates_raise_no_alarm_where_the_learning_rate_has_decayed() -> None:
     alarms, raised = Alarms(None, 0), []
-    norms = (0.1, 1.0, 0.5, 0.049, 0.04, 0.03, 0.02, 0.06, 0.051, 0.05)
+    norms = (0.1, math.inf, 100, 1.0, 1.0, 0.5, 0.049, 0.04, 0.03, 0.02, 0.06, 0.051, 0.05)
     for step, norm in enumerate(norms, 1):
-        lost = 1.0 if step > 3 else 0.0
+        lost = 1.0 if step > 6 else 0.0
         raised += alarms.raised_by({"kind": "update", "step": step, "name": "w", "norm": norm, "lost": lost})
-    assert [alarm["step"] for alarm in raised] == [10], "three in a row that are no twentieth of the longest"
+    assert [alarm["step"] for alarm in raised] == [13], "three in a row that are no twentieth of the longest"
 
 
 def test_a_watch_that_ended_keeps_neither_model_nor_optimizer_alive_by_hooks() -> None:

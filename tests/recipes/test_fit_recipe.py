@@ -311,24 +311,42 @@ class Odd(nn.Module):
         return self.branches[0](self.out(self.norm(self.body(x)))) + self.empty.sum()
 
 
+def noise() -> Iterator[Tensor]:
+    yield from torch.randn(50, 32, 64, generator=torch.Generator().manual_seed(0))
+
+
+def distance(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x.to(model.body.weight.dtype)).float() - x).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:fit. the probe's samples")
+@pytest.mark.parametrize(("each", "kept"), [(6.2, ("stochastic", 5.5)), (9, ("split8", 7.05)), (16, ("split", 14))])
+def test_what_is_not_measured_is_narrowed_last_and_widened_last(each: float, kept: tuple[str, float]) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"body": nn.Linear(64, 64), "idle": nn.Linear(64, 2048)})
+    recipe = ng.recipes.fit(
+        model, noise, lambda m, x: (m["body"](x.to(m["body"].weight.dtype)).float() - x).square().mean(),
+        lr=1e-3, steps=300, seconds=NO_TIME, min_quantized_size=128, bytes_per_parameter=each,
+    )  # fmt: skip
+    (idle,) = (choice for choice in recipe.choices if choice.parameters == ("idle.weight",))
+    assert (idle.chosen.weights, idle.chosen.bytes) == (kept[0], pytest.approx(kept[1], abs=0.06))
+    assert recipe.facts["bytes"] <= each
+    assert idle.chosen.loss == idle.chosen.noise == 0
+    assert idle.narrower is idle.wider is None
+
+
 def test_what_no_batch_reaches_keeps_its_bits_and_what_stays_in_fp32_costs_its_bytes() -> None:
-    def noise() -> Iterator[Tensor]:
-        yield from torch.randn(50, 32, 64, generator=torch.Generator().manual_seed(0))
-
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
-        return (model(x.to(model.body.weight.dtype)).float() - x).square().mean()
-
     model = Odd()
     with pytest.warns(
-        UserWarning, match=r"^fit: the probe saw no gradient of branches.1.weight and branches.1.bias"
+        UserWarning, match=r"^fit: the probe's samples of branches.1.weight and branches.1.bias had no gradient"
     ):
         recipe = ng.recipes.fit(
-            model, noise, loss, lr=1e-3, steps=300, seconds=NO_TIME, min_quantized_size=128, tolerance=0.5
+            model, noise, distance, lr=1e-3, steps=300, seconds=NO_TIME, min_quantized_size=128, tolerance=0.5
         )
     optimizer = recipe.apply(model, lr=1e-4, min_quantized_size=128)
     rows = {row.parameter: row for row in optimizer.describe().rows}
     (idle,) = (choice for choice in recipe.choices if choice.parameters == ("branches.1.weight",))
-    assert idle.reason == rows["branches.1.weight"].why == "not measured: no gradient of it was seen in the probe"
+    assert idle.reason == rows["branches.1.weight"].why == "not measured: the probe's sample of it had no gradient"
     assert (idle.chosen.weights, set(idle.chosen.states.values())) == ("split8", {"log8"})
     assert idle.lost is None
     (norm,) = (choice for choice in recipe.choices if choice.parameters == ("norm.weight",))

@@ -269,10 +269,16 @@ def test_runs_that_the_time_ended_show_what_they_have() -> None:
     assert all(by < 0 for at, by in apart.items() if at <= 0.25)
     assert min(by for at, by in apart.items() if 0.25 < at <= 0.6) > 0
     assert 0.005 < max(by for at, by in apart.items() if 0.25 < at <= 0.6) < 0.006
+    assert -0.026 < apart[381 / steps] < -0.025
+    lost, spikes = ([of.get(key) for of in committed["runs"]] for key in ("all_lost", "advice"))
+    assert ([len(each) for each in lost], min(lost[0])[0]) == ([49, 0], 7100)
+    assert all(
+        any(rule[2].startswith("3 loss spikes") and "at step 2113." in rule[2] for rule in of) for of in spikes
+    )
     shown = page.stopped(committed).splitlines()[-1]
     late = [[value for step, value in of["curve"] if step > 0.9 * steps] for of in committed["runs"]]
     difference = sum(late[0]) / len(late[0]) - sum(late[1]) / len(late[1])
-    assert f"| 7,600 of 7,629 | {apart[762 / steps]:+.4f} |" in shown
+    assert f"| 7,600 of 7,629 | {apart[381 / steps]:+.4f} | {apart[762 / steps]:+.4f} |" in shown
     assert shown.endswith(f"| {apart[7247 / steps]:+.4f} | {difference:+.4f} |")
 
 

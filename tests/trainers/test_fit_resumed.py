@@ -235,14 +235,14 @@ def test_a_history_is_cut_where_the_run_goes_on(tmp_path: Path) -> None:
 
 def test_a_damaged_history_is_kept(tmp_path: Path) -> None:
     lines = [json.dumps({"step": n, "loss": n / 7}) + "\n" for n in range(1, 9)]
-    damaged = "".join([*lines[:2], "garbage\n", *lines[3:], '{"step": 9, "lo'])
+    damaged = "".join([*lines[:2], "garbage\n", "\n", *lines[3:], '{"step": 9, "loss": 1.5}'])
     (tmp_path / HISTORY).write_text(damaged)
     told: list[str] = []
     History(tmp_path, 7, told.append).close()
     assert [record["step"] for record in read_history(tmp_path / HISTORY)] == [1, 2, 4, 5, 6, 7]
     (copy,) = tmp_path.glob("*.damaged*")
     assert copy.read_text() == damaged
-    assert told == [f"{tmp_path / HISTORY}: 1 of its 8 lines are damaged; the whole file is kept as {copy}"]
+    assert told == [f"{tmp_path / HISTORY}: 1 of its lines are damaged; the whole file is kept as {copy}"]
     History(tmp_path, 7, told.append).close()
     assert len(told) == 1
 

@@ -72,7 +72,9 @@ def _flagged(command: Any, words: list[str], text: str) -> str:
             break
         command = command.commands[word]
     flags = {flag for option in command.params for flag in option.opts}
-    return f"--{text}" if f"--{text.partition(' ')[0]}" in flags else text
+    name, must, rest = text.partition(" must ")
+    flag = f"--{name.replace('_', '-')}"
+    return f"{flag}{must}{rest}" if flag in flags else text
 
 
 @app.callback(invoke_without_command=True)

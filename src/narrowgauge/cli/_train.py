@@ -86,8 +86,7 @@ def train(settings: TrainSettings) -> int:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise UsageError(
-            f"--out {settings.out}: {error.strerror}: make room, and the same command with --resume auto goes on "
-            "from the newest checkpoint"
+            f"--out {settings.out}: {error.strerror}: make room, and the same command with --resume auto goes on"
         ) from error
     except RuntimeError as error:
         if not out_of_memory(error):

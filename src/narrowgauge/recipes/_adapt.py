@@ -47,7 +47,7 @@ from torch import Tensor, nn
 from narrowgauge._arguments import Positive, Size, check, check_instance
 from narrowgauge._before_step import BeforeStep, capturing
 from narrowgauge._module_names import clean_name, unwrap_model, unwrap_optimizer
-from narrowgauge._update_sums import SHORT
+from narrowgauge._update_sums import Longest
 from narrowgauge.linear._function import linear
 from narrowgauge.linear._module import LowPrecisionConv1D, LowPrecisionLinear
 from narrowgauge.linear._plan import HIGH_PRECISION, MULTIPLIES
@@ -146,7 +146,7 @@ class Adapt:
         self._layers = {clean_name(n): m for n, m in bare.named_modules() if isinstance(m, kinds)}
         self._recent: dict[Key, list[float]] = {}
         self._sums: dict[Key, Tensor] = {}
-        self._longest: dict[str, float] = {}  # the largest squared norm of a parameter's intended updates
+        self._longest = Longest()  # of each parameter's intended updates
         self._setting = optimizer.gauges
         hooks = [layer.register_forward_hook(self._layer_hook(name)) for name, layer in self._layers.items()]
         before = optimizer.register_step_pre_hook(BeforeStep(self._before_step))
@@ -271,10 +271,8 @@ class Adapt:
             dist.all_reduce(table)
         pairs = dict(zip(keys, table.tolist(), strict=True))
         for (name, what), (_, squares) in pairs.items():
-            if what == "weights":
-                self._longest[name] = max(squares, self._longest.get(name, 0.0))
-                if squares < SHORT**2 * self._longest[name]:
-                    pairs[name, what] = [0.0, 0.0]
+            if what == "weights" and self._longest.is_short(name, math.sqrt(squares)):
+                pairs[name, what] = [0.0, 0.0]
         ratios = {key: a / b if b else math.nan for key, (a, b) in pairs.items()}
         return {key: 1 - math.sqrt(x) if key[1] in MULTIPLIES else x for key, x in ratios.items()}
 
@@ -300,7 +298,12 @@ class Adapt:
         """Plain values: the step, the changes, and the measurements that later decisions need."""
         recent = [[name, what, list(values)] for (name, what), values in self._recent.items()]
         changes = [asdict(change) for change in self.changes]
-        return {"step": self.step, "changes": changes, "recent": recent, "longest": dict(self._longest)}
+        return {
+            "step": self.step,
+            "changes": changes,
+            "recent": recent,
+            "longest": Longest(self._longest.seen).seen,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`: make its changes, without calling `say`, and take its measurements.
@@ -323,7 +326,7 @@ class Adapt:
                 self._optimizer.convert(self._parameters[change.name], **{change.what: change.becomes})
         self.step, self.changes = state["step"], changes
         self._recent = {(name, what): list(values) for name, what, values in state["recent"]}
-        self._longest = dict(state.get("longest", {}))
+        self._longest = Longest(state.get("longest"))
         self._expect()
 
 

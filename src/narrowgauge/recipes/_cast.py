@@ -47,10 +47,13 @@ def cast(model: nn.Module, dtype: torch.dtype, keep: Iterable[int] = ()) -> None
         for module in model.modules():
             own = _of_statistics(module, dtype)
             for name, buffer in module.named_buffers(recurse=False):
-                follows = buffer.dtype.itemsize <= dtype.itemsize or isinstance(module, _NormBase)
-                others = buffer.is_floating_point() and follows and buffer.dtype != own
-                if others and name not in module._non_persistent_buffers_set:
-                    setattr(module, name, buffer.to(own))
+                of_norm = isinstance(module, _NormBase) and name in ("running_mean", "running_var")
+                wanted = own if of_norm else dtype
+                follows = of_norm or buffer.dtype.itemsize <= dtype.itemsize
+                if not (buffer.is_floating_point() and follows) or buffer.dtype == wanted:
+                    continue
+                if name not in module._non_persistent_buffers_set:
+                    setattr(module, name, buffer.to(wanted))
             for owner, name, of in _spectral_vectors(module):
                 setattr(owner, name, getattr(owner, name).to(of.dtype))
 
@@ -194,7 +197,10 @@ class _InFp32:
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self._dtype = next(_float_dtypes((args, kwargs)), torch.float32)
+        given = [*args, *kwargs.values()]
+        # The input is an argument; beside it may be tuples: states of a recurrent layer, tables of positions.
+        dtypes = [x.dtype for x in given if isinstance(x, Tensor)] + [d for x in given for d in _float_dtypes(x)]
+        self._dtype = next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
         wide = torch.float32
         return tuple(_to(x, wide) for x in args), {name: _to(x, wide) for name, x in kwargs.items()}
 
@@ -207,8 +213,6 @@ def _float_dtypes(x: Any) -> Iterator[torch.dtype]:
     if isinstance(x, tuple | list):  # a PackedSequence too
         for each in x:
             yield from _float_dtypes(each)
-    elif isinstance(x, Mapping):
-        yield from _float_dtypes(list(x.values()))
     elif isinstance(x, Tensor) and x.is_floating_point():
         yield x.dtype
 

@@ -40,7 +40,7 @@ from narrowgauge import recipes
 from narrowgauge._files import free_path, set_aside, write_whole
 from narrowgauge._text import told
 from narrowgauge.distributed import DamagedCheckpointError, latest_checkpoint, load_checkpoint, save_checkpoint
-from narrowgauge.distributed._checkpoint._directory import set_newer_aside
+from narrowgauge.distributed._checkpoint._directory import checkpoints, set_newer_aside
 from narrowgauge.recipes import Adapt, FittedRecipe
 from narrowgauge.trainers._build import Parts
 from narrowgauge.trainers._parallel import ProcessGroup
@@ -74,12 +74,17 @@ def find_checkpoint(settings: TrainSettings, say: Callable[[str], None]) -> Path
     if settings.resume == "auto":
         with told(say):
             try:
-                return latest_checkpoint(folder)
+                found = latest_checkpoint(folder)
             except DamagedCheckpointError as error:
                 raise DamagedCheckpointError(
                     f"{str(error).removeprefix('latest_checkpoint: ')}; to begin anew take another --out, or move "
                     f"{folder} away"
                 ) from error
+        if found is None and (aside := sorted(folder.glob("step-*.*"))):
+            say(
+                f"beginning anew: {folder} has checkpoints of other courses alone, such as {aside[-1]} for --resume"
+            )
+        return found
     if settings.resume == "no":
         if folder.exists() and any(folder.glob("step-*")):
             raise SettingsError(
@@ -89,10 +94,8 @@ def find_checkpoint(settings: TrainSettings, say: Callable[[str], None]) -> Path
     path = Path(settings.resume)
     if not path.is_dir():
         raise SettingsError(f"--resume must be auto, no, or the folder of a checkpoint, got {settings.resume!r}")
-    if several := sorted(each.name for each in path.glob("step-*")):
-        raise SettingsError(
-            f"--resume must be one checkpoint, such as {path / several[-1]}, got {settings.resume!r}"
-        )
+    if several := checkpoints(path):
+        raise SettingsError(f"--resume must be one checkpoint, such as {several[-1]}, got {settings.resume!r}")
     return path
 
 
@@ -148,20 +151,24 @@ def _take(path: Path) -> tuple[int | None, str]:
 def begin(settings: TrainSettings, checkpoint: Path | None, changes: Sequence[str]) -> list[Path]:
     """Write a run's settings into its folder. Records of another run there are renamed, with their settings.
 
-    So are checkpoints that are newer than the named one, or of another run than that. A fitted recipe is copied,
+    So are checkpoints that are newer than the named one, or of another course than that. A fitted recipe is copied,
     and the settings name the copy. `changes` are those of a `Checkpointer`.
 
     Returns:
         Where the files of the other run are now.
     """
     kept: list[Path] = []
-    goes_on = checkpoint is not None and checkpoint.parent.resolve() == (settings.out / CHECKPOINTS).resolve()
+    folder = settings.out / CHECKPOINTS
+    own = {path.resolve(): path for path in checkpoints(folder)} if folder.is_dir() else {}
+    mine = own.get(checkpoint.resolve()) if checkpoint is not None else None
     fitted = isinstance(settings.chosen, FittedRecipe)
     written = [path for name in (HISTORY, GAUGES) if (path := settings.out / name).exists() and path.stat().st_size]
-    if written and not goes_on:
+    if written and mine is None:
         kept = set_aside(settings.out, [*(path.name for path in written), CONFIG, *[RECIPE] * fitted])
-    if checkpoint is not None and settings.resume != "auto" and (folder := settings.out / CHECKPOINTS).is_dir():
-        kept += set_newer_aside(folder, checkpoint if goes_on else None)
+    if checkpoint is not None and settings.resume != "auto" and own:
+        kept += set_newer_aside(folder, mine)
+        if mine is not None:  # from now on it is the newest
+            settings = replace(settings, resume="auto")
     if isinstance(settings.chosen, FittedRecipe):
         settings = replace(settings, recipe=str(settings.chosen.save(settings.out / RECIPE)))
     write_whole(settings.out / CONFIG, config_text(settings, changes))
@@ -269,16 +276,27 @@ class Checkpointer:
 
 def read_history(path: Path) -> list[dict[str, Any]]:
     """The records of a file without lines that are damaged or unfinished; none if there is no file."""
+    return _read(path)[0]
+
+
+def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The records of a file, and how many of its lines are damaged; the half line of a kill is none of these."""
     found: list[dict[str, Any]] = []
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
-        return found
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
-            if _is_record(record := json.loads(line)):
-                found.append(record)
-    return found
+        return found, 0
+    damaged = 0
+    for line in lines:
+        try:
+            record = json.loads(line.decode(errors="replace"))
+        except (ValueError, RecursionError):
+            record = None
+        if _is_record(record):
+            found.append(record)
+        elif line.strip() and line is not lines[-1]:
+            damaged += 1
+    return found, damaged
 
 
 def _is_record(record: Any) -> bool:
@@ -301,11 +319,11 @@ class History:
         if folder is None:
             return
         path = folder / HISTORY
-        found = read_history(path)
-        if path.exists() and (lines := path.read_bytes().count(b"\n")) > len(found):
+        found, damaged = _read(path)
+        if damaged:
             saved = free_path(path.with_name(f"{HISTORY}.damaged"))
             shutil.copyfile(path, saved)
-            say(f"{path}: {lines - len(found)} of its {lines} lines are damaged; the whole file is kept as {saved}")
+            say(f"{path}: {damaged} of its lines are damaged; the whole file is kept as {saved}")
         write_whole(path, "".join(_line(record) for record in found if record["step"] <= after))
         self._file = path.open("a", encoding="utf-8")
 

@@ -172,12 +172,6 @@ class TrainSettings:
             unset = value is None and f.default is None
             if not (unset or f.metadata["good"](value)):
                 raise SettingsError(f"{flag(f.name)} must be {f.metadata['must be']}, got {value!r}")
-        unused = {"adapt_tolerance": "without --adapt"} if not self.adapt else {}
-        if self.schedule == "constant":
-            unused["final_lr"] = "with --schedule constant"
-        for f in fields(self):
-            if f.name in unused and (value := getattr(self, f.name)) != f.default:
-                raise SettingsError(f"{flag(f.name)} must be left out {unused[f.name]}, got {value!r}")
         if self.batch % self.accumulate:
             raise SettingsError(f"--accumulate must be a divisor of --batch {self.batch}, got {self.accumulate}")
         recipe = self.chosen
@@ -336,11 +330,13 @@ def refuse_others(settings: TrainSettings, saved: Mapping[str, Any], where: Path
 def other_course(settings: TrainSettings, saved: Mapping[str, Any]) -> dict[str, str]:
     """By name, options with which weights move otherwise than in a checkpoint: "--lr 0.001, before 0.0003"."""
     now = settings.plain()
-    names = _COURSE if settings.schedule != "constant" else _COURSE[:-1]  # the rate falls towards the last step
+    idle = {"adapt_tolerance"} if not settings.adapt else set()
+    if settings.schedule == "constant":
+        idle |= {"steps", "final_lr"}  # no rate falls towards the last step
     return {
         name: f"{flag(name)} {now[name]}, before {saved[name]}"
-        for name in names
-        if name in saved and saved[name] != now[name]
+        for name in _COURSE
+        if name not in idle and name in saved and saved[name] != now[name]
     }
 
 

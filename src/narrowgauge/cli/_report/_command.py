@@ -17,6 +17,7 @@ from narrowgauge.gauges._records import Records, read_records, records_file
 
 # The page of several runs, in the current folder unless `--out` says otherwise.
 SEVERAL = "runs.html"
+_PAGE = b"<!doctype html>"
 
 
 def report(options: ReportOptions) -> int:
@@ -95,6 +96,8 @@ def _page_path(options: ReportOptions, default: Path, files: list[Path]) -> Path
         out.parent.mkdir(parents=True, exist_ok=True)
     if out.absolute() in [file.absolute() for file in files]:
         raise UsageError(f"--out must not be the file of records, got {str(out)!r}")
-    if out.suffix.lower() not in (".html", ".htm") and out.is_file():
-        raise UsageError(f"--out must end in .html where there is a file, got {str(out)!r}")
+    if out.is_file() and out.stat().st_size:
+        with out.open("rb") as file:
+            if file.read(len(_PAGE)).lower() != _PAGE:
+                raise UsageError(f"--out must be a new file, or a page to write over, got {str(out)!r}")
     return out

@@ -132,15 +132,22 @@ def _remove(old: list[Path], token: str) -> None:
 def set_newer_aside(folder: Path, than: Path | None) -> list[Path]:
     """Rename the checkpoints that are newer than one of theirs, or all, as a run that goes back does.
 
+    Args:
+        folder: of checkpoints.
+        than: one of `checkpoints(folder)`; it becomes the latest. None for all.
+
     Returns:
         The new paths.
     """
     with locked(folder):
-        found = [path for path, _ in _by_age(folder, lambda text: None)]
-        newer = found if than is None else found[: [path.resolve() for path in found].index(than.resolve())]
-        if newer:
+        kept = -1 if than is None else read_manifest(than).serial
+        newer = [path.name for path, manifest in _by_age(folder, lambda text: None) if manifest.serial > kept]
+        moved = set_aside(folder, newer)
+        if than is not None:
+            replace_file(folder / LATEST, f"{than.name}\n".encode(), "back")
+        elif moved:
             (folder / LATEST).unlink(missing_ok=True)
-        return set_aside(folder, [path.name for path in newer])
+        return moved
 
 
 def clear_abandoned(folder: Path) -> None:

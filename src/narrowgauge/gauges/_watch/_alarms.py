@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
-from narrowgauge._update_sums import SHORT
+from narrowgauge._update_sums import Longest
 from narrowgauge.gauges._history import STOCHASTIC, storages_by_slot
 from narrowgauge.gauges._records import LOG, Record
 from narrowgauge.gauges._rules import ALL_LOST, MIN_MEASUREMENTS, SKIPPED
@@ -32,7 +32,7 @@ class Alarms:
         self._rms: dict[str, RmsSpikes] = {}
         self._once: set[tuple[str, str]] = set()
         self._lost: Counter[str] = Counter()
-        self._longest: dict[str, float] = {}
+        self._longest = Longest()
         self._random: set[str] = set()
         self._logged: Counter[str] = Counter()
         self._raised: deque[Record] = deque()
@@ -95,9 +95,8 @@ class Alarms:
             watch = self._rms.setdefault(each, RmsSpikes(warmup=self._warmup))
             found += self._spike(watch.add(ratio, step), "rms", each)
         if kind == "update" and name and name not in self._random:
-            norm = record["norm"]
-            longest = self._longest[name] = max(norm, self._longest.get(name, 0.0))
-            lost = record.get("lost", 0.0) >= ALL_LOST and norm >= SHORT * longest
+            short = self._longest.is_short(name, record["norm"])
+            lost = record.get("lost", 0.0) >= ALL_LOST and not short
             self._lost[name] = self._lost[name] + 1 if lost else 0
             if self._lost[name] >= MIN_MEASUREMENTS and self._first("lost", name):
                 values = {"value": record["lost"], "threshold": ALL_LOST}

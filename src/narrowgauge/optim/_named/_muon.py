@@ -139,6 +139,6 @@ class Muon(NarrowOptimizer):
         ]
         for name, p in model.named_parameters():
             if p.requires_grad:
-                number = 2 if id(p) in bare else 1 if id(p) in kept or p.dim() != 2 or 1 in p.shape else 0
+                number = 2 if id(p) in bare else 1 if id(p) in kept or p.dim() != 2 or min(p.shape) < 2 else 0
                 groups[number]["params"].append((name, p))
         return cls([group for group in groups if group["params"]], lr, weight_decay, **options)

@@ -60,7 +60,7 @@ class Sample:
 
     @functools.cached_property
     def is_idle(self) -> bool:
-        """Whether no gradient was seen, as of an expert that no token was sent to: there is nothing to measure."""
+        """Whether the sample has no gradient, as of an expert that no token reached: nothing can be measured."""
         return not self.gradients.any()
 
     @functools.cached_property
@@ -231,7 +231,7 @@ def probe(
         for name, p in parameters.items()
     ]  # fmt: skip
     if all(sample.is_idle for sample in samples):
-        raise ValueError("loss must give gradients to parameters of the model, got none in the probe")
+        raise ValueError("loss must give gradients to parameters of the model, got none in what the probe samples")
     return Probed(samples, losses, stream.examples, stream.terms)
 
 

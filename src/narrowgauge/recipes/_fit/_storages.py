@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -46,6 +47,8 @@ _STATES = (
 # differ, which a probe may not show, and `log8` takes as many bytes.
 _NEVER_CHOSEN = "8bit"
 _TIMED, _TIMED_ELEMENTS = 5, 1 << 22
+# What is not measured counts as this much, so that it is narrowed last, and widened beyond fp32 quality last.
+_LAST, _TRACE = Cost(0.0, math.inf, 0.0), Cost(0.0, 1e-9, 0.0)
 _NEARLY = 1.05  # of the tolerance: a choice that is played together may cost so much
 
 
@@ -123,11 +126,22 @@ class Measured:
         return Candidates(names, elements, frontier(options, free), free)
 
     def _unmeasured(self, names: tuple[str, ...]) -> Candidates:
-        """Like parameters without gradients in the probe: one way, of which no harm is known at any gradient."""
-        small, dtype = self._replay.is_small(names[0]), self._samples[names[0]].dtype
-        states = {slot.name: "fp32" if small else "log8" for slot in self._replay.slots}
-        way = self._kept(names, automatic_weights(dtype, strict=False), states, NOTHING)
-        return Candidates(names, sum(self._samples[name].elements for name in names), (way,))
+        """Like parameters without gradients in their samples: the storages of `adamw8bit-split8`.
+
+        A limit may ask for narrower ones, last of all parameters, or leave room for exact ones.
+        """
+        dtype, wide = self._samples[names[0]].dtype, {slot.name: "fp32" for slot in self._replay.slots}
+        narrow = "plain" if dtype == torch.float32 else "stochastic"
+        four = {slot.name: "log4" if slot.signed else "log8" for slot in self._replay.slots}
+        ways = [
+            (narrow, four, _LAST),
+            (automatic_weights(dtype, strict=False), dict.fromkeys(wide, "log8"), _TRACE),
+        ]
+        ways += [(WEIGHTS[dtype][-1], wide, NOTHING)]
+        if self._replay.is_small(names[0]):
+            ways = [(weight, wide, cost) for weight, _, cost in ways[1:]]
+        found = [self._kept(names, weight, states, cost) for weight, states, cost in ways]
+        return Candidates(names, sum(self._samples[name].elements for name in names), frontier(found))
 
     def _kept(self, names: Sequence[str], weight: str, states: Mapping[str, str], cost: Cost) -> Kept:
         return Kept(weight, states, self._bytes(names, weight, states), cost.noise, cost.loss)
@@ -180,12 +194,13 @@ class Measured:
         """The recipe of a choice, with what its storages cost one by one."""
         choices = []
         for one in self.groups:
-            at = chosen[one.name]
-            now, narrower = one.frontier[at], one.frontier[at - 1] if at else None
+            at, is_idle = chosen[one.name], self._samples[one.name].is_idle
+            now, narrower = one.frontier[at], one.frontier[at - 1] if at and not is_idle else None
+            wider = one.frontier[at + 1] if at + 1 < len(one.frontier) and not is_idle else None
             choices.append(
                 Choice(
                     exact_patterns(one.names, list(self._samples)), len(one.names), one.elements, now, narrower,
-                    one.frontier[at + 1] if at + 1 < len(one.frontier) else None, self._reason(one, now, narrower),
+                    wider, self._reason(one, now, narrower),
                     _mean_pair([self._lost[name] for name in one.names if name in self._lost]),
                 )
             )  # fmt: skip
@@ -219,7 +234,7 @@ class Measured:
 
     def _reason(self, one: Candidates, now: Kept, narrower: Kept | None) -> str:
         if self._samples[one.name].is_idle:
-            return "not measured: no gradient of it was seen in the probe"
+            return "not measured: the probe's sample of it had no gradient"
         small = "too few elements for narrow numbers; " if self._replay.is_small(one.name) else ""
         if narrower is None:
             return f"{small}the narrowest, which may move the loss by {_nats(now.loss)}"
