@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,6 +22,24 @@ def unwrap_model(model: nn.Module) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return model
         model = inner
+
+
+def in_ddp(ps: Iterable[Tensor]) -> bool:
+    """Whether a `DistributedDataParallel` has taken in some of these parameters, whatever holds it.
+
+    It averages the gradients of parameters as they were then, and nothing on them says so.
+    """
+    wanted = set(map(id, ps))
+    if not wanted or not dist.is_available() or not dist.is_initialized():
+        return False
+
+    def found() -> bool:
+        wrappers = (x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel))
+        return any(id(p) in wanted for wrapper in wrappers for p in wrapper.parameters())
+
+    if found():
+        gc.collect()  # one that is no longer used may still be there
+    return found()
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:

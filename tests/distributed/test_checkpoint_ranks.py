@@ -326,6 +326,11 @@ def evaluating(rank: int, folder: Path) -> tuple[list[bool], list[str]]:
         torch.save([p.detach().to_local() for p in fresh.parameters()], folder / "first.pt")
     pairs = zip(model.parameters(), fresh.parameters(), strict=True)
     equal = [torch.equal(p.detach().to_local(), q.detach().to_local()) for p, q in pairs]
+    paths = path, save_checkpoint(folder / "run", model=model, optimizer=optimizer, step=3)
+    with pytest.raises(
+        ValueError, match=r"^path must be one checkpoint on all ranks, got another on rank 1 than on"
+    ):
+        load_checkpoint(paths[rank], model=fresh, optimizer=None)
     plain = ours(list(fresh.parameters()), weights="plain", states="bf16")
     with pytest.warns(UserWarning, match="dropped") as caught:
         load_checkpoint(path, model=fresh, optimizer=plain)

@@ -418,3 +418,28 @@ def test_room_on_the_host() -> None:
         assert (tensor == number).all()
     _, _, net, mine = pair("split8, 8bit")
     assert mine.host_bytes() == 2 * sum(p.nbytes for p in net.parameters())
+
+
+def test_full_weights_are_by_the_models_parameters_and_reach_them_at_once() -> None:
+    weights, models = [], []
+    for around in (None, CPUOffload):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 128)
+        optimizer = ng.recipes.get("adamw8bit-split8").apply(model, lr=1e-3, around=around)
+        x = torch.randn(16, 64).bfloat16()
+        for number in range(4):
+            model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 1:
+                full = optimizer.full_weights()
+                assert set(full) == set(model.parameters())
+                doubled = {p: 2 * wide for p, wide in full.items()}
+                optimizer.set_full_weights(doubled if around else {"weight": doubled[model.weight]})
+                if around:
+                    optimizer.set_full_weights({"bias": full[model.bias]})
+                torch.testing.assert_close(model.weight.float(), doubled[model.weight], rtol=2**-8, atol=0)
+        weights.append([optimizer.full_weights()[p] for p in model.parameters()])
+        models.append(list(model.parameters()))
+    assert all(map(torch.equal, *weights))
+    assert all(map(torch.equal, *models))

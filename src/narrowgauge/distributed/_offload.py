@@ -330,6 +330,20 @@ class CPUOffload(torch.optim.Optimizer):
         by_host = self._buffers.by_host
         return [([by_host[p].p for p in ps], rows) for ps, rows in self.inner.measured()]
 
+    def full_weights(self) -> dict[Tensor, Tensor]:
+        """As `NarrowOptimizer.full_weights`, on the CPU."""
+        self._prepare()
+        by_host = self._buffers.by_host
+        return {by_host[host].p: wide for host, wide in self.inner.full_weights().items()}
+
+    @torch.no_grad()
+    def set_full_weights(self, weights: Mapping[Tensor, Tensor] | Mapping[str, Tensor]) -> None:
+        """As `NarrowOptimizer.set_full_weights`; the model has the new weights at once."""
+        self._prepare()
+        found: dict[Any, Tensor] = {self._host_of(key): wide for key, wide in weights.items()}
+        self.inner.set_full_weights(found)
+        self._buffers.send_back()
+
     def preview_unavailable(self, p: Tensor) -> str:
         """Why no moments are previewed: a step begins before its gradients are there."""
         return "gradients are on their way to the CPU until they are stepped"

@@ -240,6 +240,15 @@ class HostBuffers:
         for entry in self.by_parameter.values():
             entry.forget()
 
+    def send_back(self) -> None:
+        """Copy all weights to their devices, between two steps."""
+        for streams in self._streams.values():
+            streams.begin()
+        for entry in self.by_parameter.values():
+            entry.send_back()
+        for streams in self._streams.values():
+            streams.end()
+
     def order(self, params: Sequence[Tensor]) -> Sequence[int]:
         return sorted(range(len(params)), key=lambda place: self.by_host[params[place]].number)
 

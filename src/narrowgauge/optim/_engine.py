@@ -118,12 +118,13 @@ class Engine:
             self._rosters.pop(mode, None)
             roster = self._rosters[mode] = self._assign(groups, params, grads, state, mode)
         if self._in_vain < _IN_VAIN:
-            self._in_vain = 0 if roster.steps or not any(state.values()) else self._in_vain + 1
+            waits = any(state.values()) or any(p.requires_grad for p in params)
+            self._in_vain = self._in_vain + 1 if waits and not roster.steps else 0
             if self._in_vain == _IN_VAIN:
                 warn(
                     f"step: in {_IN_VAIN} steps none of {len(params)} parameters had a gradient: nothing was "
-                    "updated. If the model was given other parameters (as peft's load_adapter does), it needs "
-                    "another optimizer"
+                    "updated. If fully_shard or peft's load_adapter has given the model other parameters, make the "
+                    "optimizer after that"
                 )
         verdict, summed, flags = None, False, dict[torch.device, Tensor]()
         measured: Measured = []

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from narrowgauge._module_names import in_ddp
 from narrowgauge._text import listed
 from narrowgauge._torch_private import accumulate_hooks
 from narrowgauge.optim._optimizer import NarrowOptimizer
@@ -50,8 +51,8 @@ def step_in_backward(model: torch.nn.Module, optimizer: Callable[..., Stepper], 
     - loss scalers: the weights have moved before a scaler could unscale; `torch.amp.GradScaler.step` then raises
       AssertionError, having found no gradients, and those of `narrowgauge.scaling` RuntimeError;
     - `nonfinite="raise"`: parameters before the bad one would have moved; raises ValueError;
-    - data-parallel averaging after `backward()` (DistributedDataParallel): raises TypeError if the model is wrapped
-      already, and goes unnoticed if it is wrapped later.
+    - data-parallel averaging after `backward()` (DistributedDataParallel): raises TypeError, in the first backward
+      pass if the model is wrapped later.
 
     A sparse gradient is refused when its turn comes, with what came before it already stepped. A model compiled as
     one graph yields all gradients together: right, but nothing saved; compile it block by block.
@@ -65,12 +66,12 @@ def step_in_backward(model: torch.nn.Module, optimizer: Callable[..., Stepper], 
         What `optimizer` gave.
 
     Raises:
-        TypeError: if the model is DistributedDataParallel, or the optimizer is not one of these.
+        TypeError: if DistributedDataParallel has taken in the model, or the optimizer is not one of these.
         ValueError: for ``nonfinite="raise"`` or a `max_grad_norm`, or a parameter that another optimizer steps in
             backward already (take that one off first: ``other.in_backward.remove()``).
     """
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        raise TypeError("model must not be DistributedDataParallel, whose averaging comes after each step")
+    if in_ddp(model.parameters()):
+        raise TypeError(_AVERAGED)
     refuse_other(optimizer)
     made = optimizer(model.named_parameters(), **options)
     refuse_other(type(made))
@@ -83,6 +84,9 @@ def refuse_other(given: object) -> None:
     if isinstance(given, type) and not issubclass(given, NarrowOptimizer):
         name = f"{given.__module__}.{given.__qualname__}"
         raise TypeError(f"optimizer must be an optimizer of narrowgauge, got {name}")
+
+
+_AVERAGED = "model must not be in DistributedDataParallel, whose averaging comes after each step"
 
 
 class GradientHook:
@@ -132,6 +136,7 @@ class InBackward:
         self._optimizer = optimizer
         self._numbers: dict[Tensor, int] = {}
         self._stepped: set[Tensor] = set()
+        self._is_new = True
         self._handles: list[RemovableHandle] = []
         for group in optimizer.param_groups:
             self.check(group)
@@ -190,6 +195,10 @@ class InBackward:
     @torch.no_grad()
     def _step(self, p: Tensor) -> None:
         optimizer = self._optimizer
+        if self._is_new:
+            if in_ddp(self._numbers):
+                raise TypeError(_AVERAGED)
+            self._is_new = False
         if not self._stepped:
             optimizer.begin_step()
         name = optimizer.plan_of(p).name

@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.rnn import PackedSequence
 
+from narrowgauge._module_names import in_ddp
 from narrowgauge._text import warn
 from narrowgauge.optim._groups import is_norm, named
 from narrowgauge.optim._plan import DTYPES, never_trains
@@ -32,15 +33,18 @@ NORMS = "norms"
 def cast(model: nn.Module, dtype: torch.dtype, keep: Iterable[int] = ()) -> None:
     """Cast a model's float parameters in place, and its saved float buffers unless theirs is a wider dtype.
 
-    A batch norm that is wider takes float32, with its running statistics.
+    A batch norm that is wider takes float32, with its running statistics. A ValueError for a model that
+    `DistributedDataParallel` has taken in.
 
     Args:
         model: the model.
         dtype: a float dtype.
         keep: the ids of parameters that become float32 instead.
     """
+    others = _other_dtypes(model, dtype, keep)
+    _refuse_ddp([p for p, _ in others])
     with torch.no_grad():
-        for p, wanted in _other_dtypes(model, dtype, keep):
+        for p, wanted in others:
             grad, p.grad = p.grad, None
             p.data = p.data.to(wanted)
             p.grad = None if grad is None else grad.to(wanted)
@@ -87,13 +91,20 @@ def check_cast(
     for name, p in trained:
         if (found := becomes.get(p, p.dtype)) not in DTYPES:
             raise ValueError(f"model must have parameters of float dtypes, got {found} ({name}): freeze it")
-    other = list(becomes)
-    if other and isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ValueError("model must not be wrapped yet: apply the recipe, then wrap it in DistributedDataParallel")
-    if any(map(is_shared, other)):
+    _refuse_ddp(becomes)
+    for name, p in model.named_parameters():
+        if p in becomes and is_shared(p):
+            raise ValueError(
+                f"model must have {becomes[p]} before fully_shard in {name}, got {p.dtype}: cast it with "
+                "narrowgauge.recipes.cast, shard it, then apply the recipe"
+            )
+
+
+def _refuse_ddp(ps: Iterable[nn.Parameter]) -> None:
+    if in_ddp(ps):
         raise ValueError(
-            f"model must have {dtype} before fully_shard, got {other[0].dtype}: cast its parameters, shard it, "
-            "then apply the recipe"
+            "model must not be in DistributedDataParallel yet, which would not average the gradients of cast "
+            "parameters: cast it or apply the recipe, then wrap it"
         )
 
 

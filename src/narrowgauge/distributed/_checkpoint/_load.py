@@ -14,6 +14,7 @@ works out which. Files are mapped, so only the overlap is read from the disk.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 from collections.abc import Iterable, Mapping
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from narrowgauge.distributed._checkpoint._coordination import all_ranks, broadcast_from_rank0, ranks
+from narrowgauge.distributed._checkpoint._coordination import all_ranks, broadcast_from_rank0, gathered, ranks
 from narrowgauge.distributed._checkpoint._directory import flaws, newest_whole, open_checkpoint, verified_files
 from narrowgauge.distributed._checkpoint._files import sync_folder
 from narrowgauge.distributed._checkpoint._format import (
@@ -123,7 +124,7 @@ def load_checkpoint(
         The step, and `extra`.
 
     Raises:
-        ValueError: for a checkpoint of another version, model or optimizer.
+        ValueError: for a checkpoint of another version, model or optimizer, and for several on several ranks.
         DamagedCheckpointError: (a ValueError) if it is not what was written, naming the file.
         RuntimeError: naming the rank that cannot load it, on the others. Nothing is changed then, on any rank.
     """
@@ -149,6 +150,9 @@ def load_checkpoint(
         return folder, manifest, targets, blocks
 
     folder, manifest, targets, blocks = all_ranks(check)
+    for rank, other in enumerate(named := gathered(lambda: hashlib.sha256(manifest.to_bytes()).hexdigest())):
+        if other != named[0]:
+            raise ValueError(f"path must be one checkpoint on all ranks, got another on rank {rank} than on rank 0")
     state = model_state(model)
     here = {name: _local(value) for name, value in state.items() if isinstance(value, Tensor)}
     before: dict[str, Tensor] = {}
