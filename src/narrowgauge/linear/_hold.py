@@ -59,8 +59,9 @@ _TURNS = (
     nn.Tanh, nn.Sigmoid, nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish, nn.Hardshrink, nn.Softshrink, nn.Threshold,
     nn.RReLU,
 )  # fmt: skip
+_TURNS_BY_NAME = ("ClippedGELUActivation", "LaplaceActivation")
 # Small numbers decide these gradients, by their sign or as a divisor.
-_OF_SMALL = ("ReLU", "LeakyReLU", "SqrtSoftplusActivation", "LaplaceActivation")
+_OF_SMALL = ("ReLU", "LeakyReLU", "SELU", "Tanhshrink", "SqrtSoftplusActivation")
 _CODES = "its plan saves codes"
 # down(act(gate(x)) * up(x)), as a forward pass of transformers, torchtitan or LLaMA's own code says it.
 _GATED = re.compile(
@@ -217,9 +218,10 @@ def _why_not(name: str, module: nn.Module, format: Format, keep: Sequence[str]) 
         return "is held already"
     if isinstance(module, PlannedModule) and _saves_codes(module):
         return _CODES
-    if isinstance(module, _TURNS):
+    if isinstance(module, _TURNS) or type(module).__name__ in _TURNS_BY_NAME:
         return "its gradient jumps or vanishes at a limit: rounding would move numbers across it"
-    if type(module).__name__ in _OF_SMALL and format == "int8":
+    jumps = isinstance(module, nn.ELU) and module.alpha != 1
+    if (type(module).__name__ in _OF_SMALL or jumps) and format == "int8":
         return "its gradient needs small numbers, which int8 rounds to 0: take e4m3"
     return None
 
@@ -395,7 +397,8 @@ class _Pack(_Watch):
         width = math.prod(dense.shape[-trailing:])
         layout = None if dense.is_contiguous() else (x.shape, x.stride())
         key = x.storage_offset(), x.numel(), width, layout, x.dtype, x._version, form
-        found = known.get(key)
+        # What comes from outside may be written to without a new version, as by numpy: its codes serve once.
+        found = known.get(key) if x.requires_grad else None
         if found is None:
             found = known[key] = _Rows(dense.reshape(-1, width).contiguous(), form)
         return _Held(found, dense.shape, order)
@@ -458,8 +461,7 @@ def _unpack(saved: _Kept | _Held) -> Tensor:
 def _compiled_gated(module: Any, parts: _Gated, format: Format, x: Tensor) -> Tensor:
     gate, up, act, down = parts
     activate = torch.nn.functional.silu if act == "F" else getattr(module, act)
-    layer: Any = getattr(module, down)
-    last = partial(type(layer).forward, layer)
+    last = getattr(module, down)
     return _by_rounded(lambda a, b: last(activate(a) * b), format, getattr(module, gate)(x), getattr(module, up)(x))
 
 
