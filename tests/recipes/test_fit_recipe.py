@@ -366,6 +366,7 @@ def test_what_no_batch_reaches_keeps_its_bits_and_what_stays_in_fp32_costs_its_b
     assert ng.recipes.get("adamw8bit-split8").apply(Odd(), lr=1e-4).describe()
 
 
+@pytest.mark.filterwarnings("ignore:step. in 10 steps none")
 def test_a_loss_that_reaches_no_parameter_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^loss must give gradients to parameters of the model, got none"):
         fitted(loss=lambda model, x: torch.zeros((), requires_grad=True) * model.norm.weight.detach().sum())

@@ -421,6 +421,16 @@ def test_a_step_that_depends_on_values_is_refused(kind: type[nn.Linear], message
         recipes.plan_memory(kind(512, 512), "A", loss=square_loss)
 
 
+@pytest.mark.parametrize("wrong", [lambda y: y, lambda y: y.detach().sum(), lambda y: 1.0])
+def test_a_loss_that_is_none_is_refused(wrong: Any) -> None:
+    def loss(model: nn.Module, batch: int, _: int) -> Tensor:
+        found: Tensor = wrong(model(torch.zeros(batch, 8, device="meta").bfloat16()))
+        return found
+
+    with pytest.raises(ValueError, match=r"^loss must return one element with a graph of gradients, got "):
+        recipes.plan_memory(nn.Linear(8, 8), "bf16", batch=2, loss=loss)
+
+
 def test_a_model_without_fused_attention_is_planned_as_it_is() -> None:
     from transformers import Gemma2Config
 

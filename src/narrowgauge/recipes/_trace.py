@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from narrowgauge._arguments import shown
 from narrowgauge._module_names import computed
 from narrowgauge.linear import LinearPlan, hold_activations, swap_linears
 from narrowgauge.linear._swap import output_heads
@@ -193,6 +194,8 @@ class Traced:
             try:
                 with recorder.during("loss"):
                     loss = self._loss(self.model, batch, sequence)
+                if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                    raise ValueError(f"loss must return one element with a graph of gradients, got {shown(loss)}")
                 timeline.mark("backward")
                 with recorder.during("backward"):
                     torch.autograd.backward(loss)
