@@ -33,6 +33,7 @@ from narrowgauge.distributed._checkpoint._directory import flaws, newest_whole, 
 from narrowgauge.distributed._checkpoint._files import sync_folder
 from narrowgauge.distributed._checkpoint._format import (
     DTYPES,
+    MANIFEST,
     Chunk,
     DamagedCheckpointError,
     Manifest,
@@ -150,8 +151,9 @@ def load_checkpoint(
         return folder, manifest, targets, blocks
 
     folder, manifest, targets, blocks = all_ranks(check)
-    for rank, other in enumerate(named := gathered(lambda: hashlib.sha256(manifest.to_bytes()).hexdigest())):
-        if other != named[0]:
+    digests = gathered(lambda: hashlib.sha256((folder / MANIFEST).read_bytes()).digest())
+    for rank, other in enumerate(digests):
+        if other != digests[0]:
             raise ValueError(f"path must be one checkpoint on all ranks, got another on rank {rank} than on rank 0")
     state = model_state(model)
     here = {name: _local(value) for name, value in state.items() if isinstance(value, Tensor)}
@@ -214,7 +216,8 @@ def _check_model(model: nn.Module, manifest: Manifest) -> None:
             raise ValueError(f"model: {name!r} must have data (model.to_empty), got the meta device")
         wanted = DTYPES[entry.dtype], entry.shape
         if (value.dtype, tuple(value.shape)) != wanted:
-            hint = "; cast the model before its optimizer is made" if tuple(value.shape) == wanted[1] else ""
+            is_cast = tuple(value.shape) == wanted[1]
+            hint = "; cast the model first, or take load_state_dict, which casts" if is_cast else ""
             raise ValueError(
                 f"model: {name!r} is {value.dtype} of shape {tuple(value.shape)}, the checkpoint has {wanted[0]} "
                 f"of shape {wanted[1]}{hint}"

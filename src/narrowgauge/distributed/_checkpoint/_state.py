@@ -274,8 +274,8 @@ def optimizer_state_dict(
 
 
 def _difference(live: list[str], saved: list[str]) -> str:
-    more, less = sorted(set(live) - set(saved)), sorted(set(saved) - set(live))
-    parts = [f"{what} {', '.join(names[:3])}" for what, names in (("more", more), ("without", less)) if names]
+    sides = {"alone here": set(live) - set(saved), "alone there": set(saved) - set(live)}
+    parts = [f"{side} {', '.join(sorted(names)[:3])}" for side, names in sides.items() if names]
     return "; ".join(parts)
 
 
