@@ -25,17 +25,22 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def in_ddp(ps: Iterable[Tensor]) -> bool:
-    """Whether a `DistributedDataParallel` has taken in some of these parameters, whatever holds it.
+    """Whether a `DistributedDataParallel` averages the gradients of some of these parameters, whatever holds it.
 
-    It averages the gradients of parameters as they were then, and nothing on them says so.
+    It does so for parameters as they were when it was made, and nothing on them says so.
     """
-    wanted = set(map(id, ps))
+    wanted = {id(p) for p in ps if p.requires_grad}
     if not wanted or not dist.is_available() or not dist.is_initialized():
         return False
 
     def found() -> bool:
-        wrappers = (x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel))
-        return any(id(p) in wanted for wrapper in wrappers for p in wrapper.parameters())
+        wrappers = (x for x in gc.get_objects() if DistributedDataParallel in type(x).__mro__)
+        return any(
+            id(p) in wanted and name not in wrapper.parameters_to_ignore
+            for wrapper in wrappers
+            if "parameters_to_ignore" in vars(wrapper)
+            for name, p in wrapper.module.named_parameters()
+        )
 
     if found():
         gc.collect()  # one that is no longer used may still be there

@@ -18,10 +18,10 @@ _SHORT = 0.05
 
 
 class Longest:
-    """Tells by tensor which updates are short beside its longest; single outliers are no longest update.
+    """Tells by tensor which updates are short beside its longest; two outliers are no longest update.
 
     Attributes:
-        seen: by name, the largest median of three norms in a row, and the last two norms; plain values.
+        seen: by name, the three largest norms, the largest first; plain values.
     """
 
     def __init__(self, seen: Mapping[str, Sequence[float]] | None = None) -> None:
@@ -31,12 +31,8 @@ class Longest:
         """Take in the norm of an update; whether it is short."""
         if not math.isfinite(norm):
             return False
-        longest, *last = self.seen.get(name, [0.0])
-        last.append(norm)
-        if len(last) == 3:
-            longest = max(longest, sorted(last)[1])
-        self.seen[name] = [longest, *last[-2:]]
-        return norm < _SHORT * longest
+        largest = self.seen[name] = sorted([*self.seen.get(name, ()), norm], reverse=True)[:3]
+        return len(largest) == 3 and norm < _SHORT * largest[-1]
 
 
 def update_terms(intended: Tensor, stored: Tensor, visible: Tensor) -> list[Tensor]:

@@ -392,13 +392,43 @@ def test_an_update_that_arrives_begins_the_count_of_lost_ones_anew(caplog: pytes
     assert lines[-1] == "step 1: every update of more tensors is lost: see the records"
 
 
+def test_a_resumed_run_is_judged_by_its_own_storages(tmp_path: Path) -> None:
+    def run(weights: str, after: int | None) -> list[Any]:
+        net = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False)).bfloat16()
+        optimizer = optim.AdamW(net.named_parameters(), 1e-5, weights=weights, weight_decay=0.0)
+        path = tmp_path / "gauges.jsonl"
+        with gauges.watch(net, optimizer, 1, path=path, resume_from=after, activations=False) as watch:
+            for step in range(12):
+                optimizer.zero_grad()
+                x = torch.randn(4, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
+                watch.loss(loss := net(x).float().square().sum())
+                loss.backward()
+                optimizer.step()
+        return [row["step"] for row in gauges.read_records(path) if row["kind"] == "storages"]
+
+    assert run("split8", None) == []
+    assert run("split8", 6) == []
+    assert run("plain", 12) == [12]
+    urgency = {a.rule: a.urgency for a in gauges.advise(gauges.read_records(tmp_path / "gauges.jsonl"))}
+    assert urgency["lost updates"] == "change", "nothing is kept any more"
+
+
+def test_a_loss_that_is_not_finite_raises_one_alarm(caplog: pytest.LogCaptureFixture) -> None:
+    alarms, raised = Alarms(None, 0), []
+    with caplog.at_level(logging.WARNING, "narrowgauge.gauges"):
+        for step, loss in enumerate((1.0, math.nan, math.inf, 1.0), 1):
+            raised += alarms.raised_by({"kind": "step", "step": step, "loss": loss})
+    assert [(alarm["kind"], alarm["of"], alarm["step"]) for alarm in raised] == [("nonfinite", "loss", 2)]
+    assert [record.getMessage() for record in caplog.records] == ["step 2: the loss is nan"]
+
+
 def test_lost_updates_raise_no_alarm_where_the_learning_rate_has_decayed() -> None:
     alarms, raised = Alarms(None, 0), []
-    norms = (0.1, math.inf, 100, 1.0, 1.0, 0.5, 0.049, 0.04, 0.03, 0.02, 0.06, 0.051, 0.05)
+    norms = (0.1, math.inf, 100, 0.0, 100, 0.0, 1.0, 0.5, 0.049, 0.04, 0.03, 0.02, 0.06, 0.051, 0.05)
     for step, norm in enumerate(norms, 1):
-        lost = 1.0 if step > 6 else 0.0
+        lost = 1.0 if step > 8 else 0.0
         raised += alarms.raised_by({"kind": "update", "step": step, "name": "w", "norm": norm, "lost": lost})
-    assert [alarm["step"] for alarm in raised] == [13], "three in a row that are no twentieth of the longest"
+    assert [alarm["step"] for alarm in raised] == [15], "three in a row that are no twentieth of the longest"
 
 
 def test_a_watch_that_ended_keeps_neither_model_nor_optimizer_alive_by_hooks() -> None:

@@ -472,11 +472,19 @@ def test_slopes_that_jump_at_zero_are_not_held_in_int8() -> None:
 
 
 @traced
-def test_hooks_of_a_gated_product_run_in_compiled_code_too() -> None:
+@pytest.mark.parametrize("repeatable", [True, False])
+def test_hooks_of_a_gated_product_run_in_compiled_code_too(repeatable: bool) -> None:
+    """Those that may run twice on a product that is held; others on one that is not."""
     torch.manual_seed(0)
-    mlp = LlamaMLP(LlamaConfig(hidden_size=64, intermediate_size=128))
+    mlp, calls = LlamaMLP(LlamaConfig(hidden_size=64, intermediate_size=128)), []
+
+    def scale(layer: Any, args: Any, output: Tensor) -> Tensor:
+        calls.append(1)
+        return output * layer.gamma
+
+    scale.repeatable = repeatable  # type: ignore[attr-defined]
     mlp.down_proj.gamma = nn.Parameter(torch.full((64,), 0.5))
-    mlp.down_proj.register_forward_hook(lambda layer, args, output: output * layer.gamma)
+    mlp.down_proj.register_forward_hook(scale)
     x = torch.randn(40, 64, requires_grad=True)
     wanted = mlp(x)
     (exact,) = torch.autograd.grad(wanted.square().sum(), mlp.down_proj.gamma)
@@ -486,6 +494,7 @@ def test_hooks_of_a_gated_product_run_in_compiled_code_too() -> None:
     assert torch.equal(got, wanted)
     (grad,) = torch.autograd.grad(got.square().sum(), mlp.down_proj.gamma)
     assert decibels(exact, grad) > 30
+    assert torch.equal(grad, exact) == (not repeatable)
 
 
 def test_the_way_out_has_the_classes_of_torch() -> None:

@@ -254,6 +254,42 @@ def test_a_kept_recurrent_layer_takes_states_and_packed_sequences(packed: bool) 
             assert torch.equal(t, of.bfloat16())
 
 
+class Positioned(nn.Module):
+    """A layer that takes tables of positions, in fp32, beside its input; or a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, tables: Any, x: Tensor | None = None) -> Any:
+        if isinstance(tables, dict):
+            return {"x": tables["x"] * self.weight}
+        return (x * tables[0] + tables[1]) * self.weight
+
+
+def test_the_result_of_a_kept_layer_has_the_dtype_of_its_input() -> None:
+    model, x = nn.ModuleDict({"one": Positioned(), "two": nn.Linear(8, 8)}), torch.randn(4, 8).bfloat16()
+    recipes.get("adamw8bit-split8").apply(model, keep_fp32="one.*")
+    tables = torch.ones(8), torch.zeros(8)
+    for y in (model["one"](tables, x), model["one"](tables, x=x), model["one"]({"x": x})["x"]):
+        assert y.dtype == torch.bfloat16
+        model["two"](y)
+
+
+class Counting(nn.BatchNorm1d):
+    def __init__(self, track: bool) -> None:
+        super().__init__(4, track_running_stats=track)
+        self.register_buffer("seen", torch.tensor(2.0**30 + 1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("track", [True, False])
+def test_buffers_that_are_no_statistics_keep_their_precision(track: bool) -> None:
+    model = nn.Sequential(Counting(track))
+    recipes.get("adamw8bit-split8").apply(model)
+    assert model[0].seen.dtype == torch.float64
+    assert model[0].seen == 2**30 + 1
+
+
 def test_a_lazy_model_is_named() -> None:
     model = nn.Sequential(nn.LazyLinear(32), nn.LazyLinear(4))
     with pytest.raises(

@@ -73,11 +73,28 @@ def test_a_run_that_goes_back_leaves_newer_checkpoints_behind(small: TrainSettin
     assert [path.name for path in sorted(folder.glob("step-*"))[:2]] == [older.name, f"{ours.name}.{stamp(folder)}"]
     assert any(line.startswith("kept of an earlier run: ") and ours.name in line for line in observer.told)
     assert records(tmp_path)[-1]["step"] == 3, "before the first save"
+    assert (folder / "latest").read_text() == f"{older.name}\n"
+    assert config_values(tmp_path / CONFIG)["resume"] == "auto"
     ended = run(other, tmp_path)
     assert ended[2:] == run(other, tmp_path / "straight", resume=str(older))
     assert [path.name for path in sorted(folder.glob("step-?????????"))] == [
         f"step-{step:09}" for step in (2, 4, 6)
     ]
+
+
+def test_a_run_that_saved_nothing_says_that_it_begins_anew(small: TrainSettings, tmp_path: Path) -> None:
+    run(small, tmp_path / "one", save_every=2, keep=3)
+    named = tmp_path / "one" / "checkpoints" / "step-000000002"
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / CONFIG).write_text(f"resume = {json.dumps(str(named))}\n")
+    observer = Silent()
+    fit(replace(small, out=tmp_path / "two", steps=1, warmup=0), CPU, observer)
+    assert f"beginning anew: the run before saved nothing; it had gone on from --resume {named}" in observer.told
+    aside = tmp_path / "three" / "checkpoints" / "step-000000002.20260101T000000Z"
+    aside.mkdir(parents=True)
+    observer = Silent()
+    fit(replace(small, out=tmp_path / "three", steps=1, warmup=0), CPU, observer)
+    assert any(line.startswith("beginning anew: ") and f"such as {aside} for" in line for line in observer.told)
 
 
 def stamp(folder: Path) -> str:

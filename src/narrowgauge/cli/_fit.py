@@ -33,7 +33,7 @@ from narrowgauge.trainers._compare_results import by_chance
 from narrowgauge.trainers._data import Opened, open_task
 from narrowgauge.trainers._image_models import ClipSizes
 from narrowgauge.trainers._models import preset
-from narrowgauge.trainers._run_folder import HISTORY
+from narrowgauge.trainers._run_folder import CHECKPOINTS, HISTORY
 from narrowgauge.trainers._task import Examples, count, divided, to_device
 from narrowgauge.trainers._tokens import is_prepared
 
@@ -58,7 +58,7 @@ def fit(options: FitOptions, words: Sequence[str]) -> int:
     refuse_processes("fit")
     device = find_device(options.device)
     folder_to_write("--out", options.out)
-    if (options.out / HISTORY).exists():
+    if any((options.out / name).exists() for name in (HISTORY, CHECKPOINTS)):
         raise UsageError(f"--out must not be the folder of a training, whose recipe it has, got {options.out}")
     path, commands = options.out / RECIPE, next_commands(options, words)
     try:

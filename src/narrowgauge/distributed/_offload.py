@@ -340,9 +340,13 @@ class CPUOffload(torch.optim.Optimizer):
     def set_full_weights(self, weights: Mapping[Tensor, Tensor] | Mapping[str, Tensor]) -> None:
         """As `NarrowOptimizer.set_full_weights`; the model has the new weights at once."""
         self._prepare()
-        found: dict[Any, Tensor] = {self._host_of(key): wide for key, wide in weights.items()}
+        named = {plan.name: host for host, plan in self.inner.plans()}
+        found: dict[Any, Tensor] = {
+            named.get(key, key) if isinstance(key, str) else self._host_of(key): wide
+            for key, wide in weights.items()
+        }
         self.inner.set_full_weights(found)
-        self._buffers.send_back()
+        self._buffers.send_back(found)
 
     def preview_unavailable(self, p: Tensor) -> str:
         """Why no moments are previewed: a step begins before its gradients are there."""

@@ -15,7 +15,7 @@ Where parameters are on a CPU, copies are made at once and nothing has to be wai
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -240,12 +240,12 @@ class HostBuffers:
         for entry in self.by_parameter.values():
             entry.forget()
 
-    def send_back(self) -> None:
-        """Copy all weights to their devices, between two steps."""
+    def send_back(self, hosts: Iterable[Tensor]) -> None:
+        """Copy weights to their devices, between two steps."""
         for streams in self._streams.values():
             streams.begin()
-        for entry in self.by_parameter.values():
-            entry.send_back()
+        for host in hosts:
+            self.by_host[host].send_back()
         for streams in self._streams.values():
             streams.end()
 

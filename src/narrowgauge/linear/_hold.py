@@ -12,8 +12,9 @@ a norm saves in float32 is held in 16 bits.
 
 Eager, `torch.autograd.graph.saved_tensors_hooks` run around a layer's forward pass. Every float tensor that it
 saves and that is no weight becomes codes, once: layers that save the same tensor (queries, keys and values their
-common input) share its codes. What attention saves as it is, another layer saves as it is too, not in codes beside
-it. Where other such hooks are active (activation checkpointing, offloading to the CPU), they decide.
+common input) share its codes; on a CPU only where it requires a gradient. What attention saves as it is, another
+layer saves as it is too, not in codes beside it. Where other such hooks are active (activation checkpointing,
+offloading to the CPU), they decide.
 
 A compiler does not trace these hooks. For it a layer is computed twice, once as it is, without gradients, and once
 from the rounded input, for the gradients alone: the values of the second are not read, so the compiler drops them
@@ -397,8 +398,8 @@ class _Pack(_Watch):
         width = math.prod(dense.shape[-trailing:])
         layout = None if dense.is_contiguous() else (x.shape, x.stride())
         key = x.storage_offset(), x.numel(), width, layout, x.dtype, x._version, form
-        # What comes from outside may be written to without a new version, as by numpy: its codes serve once.
-        found = known.get(key) if x.requires_grad else None
+        # numpy writes to a batch in the CPU's memory without a new version: its codes are not shared.
+        found = known.get(key) if x.requires_grad or x.is_cuda else None
         if found is None:
             found = known[key] = _Rows(dense.reshape(-1, width).contiguous(), form)
         return _Held(found, dense.shape, order)
@@ -462,6 +463,9 @@ def _compiled_gated(module: Any, parts: _Gated, format: Format, x: Tensor) -> Te
     gate, up, act, down = parts
     activate = torch.nn.functional.silu if act == "F" else getattr(module, act)
     last = getattr(module, down)
+    hooks = (*last._forward_pre_hooks.values(), *last._forward_hooks.values())
+    if "forward" in vars(last) or not all(getattr(hook, "repeatable", False) for hook in hooks):
+        return cast(Tensor, module._was.forward(module, x))  # what is run twice below must give the same twice
     return _by_rounded(lambda a, b: last(activate(a) * b), format, getattr(module, gate)(x), getattr(module, up)(x))
 
 

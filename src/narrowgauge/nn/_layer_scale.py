@@ -126,3 +126,6 @@ def add_layer_scale(model: nn.Module, init: float = 0.0) -> AddedLayerScales:
 def _scale_output(layer: Any, arguments: Any, output: Tensor) -> Tensor:
     # A function of the module: hooks are copied and pickled with it.
     return layer.layer_scale(output)  # type: ignore[no-any-return]
+
+
+_scale_output.repeatable = True  # type: ignore[attr-defined]  # for held activations, which run it twice

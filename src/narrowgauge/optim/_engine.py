@@ -124,7 +124,7 @@ class Engine:
                 warn(
                     f"step: in {_IN_VAIN} steps none of {len(params)} parameters had a gradient: nothing was "
                     "updated. If fully_shard or peft's load_adapter has given the model other parameters, make the "
-                    "optimizer after that"
+                    "optimizer after that; otherwise leave out steps without gradients"
                 )
         verdict, summed, flags = None, False, dict[torch.device, Tensor]()
         measured: Measured = []

@@ -7,7 +7,8 @@ their dtype too, because torch wants both in one. The vectors of torch's spectra
 weight, and take its dtype.
 
 A layer that is kept in fp32 computes in fp32. Its arguments are widened, and its result has the dtype of its first
-float argument. Two hooks do that, so it holds for torch's norms on every device and for norms of other libraries.
+argument that is a float tensor, or else of the first in its tuples, lists and dicts. Two hooks do that, so it holds
+for torch's norms on every device and for norms of other libraries.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def check_cast(
     for name, p in model.named_parameters():
         if p in becomes and is_shared(p):
             raise ValueError(
-                f"model must have {becomes[p]} before fully_shard in {name}, got {p.dtype}: cast it with "
+                f"{name} must be {becomes[p]} before fully_shard, got {p.dtype}: cast the model with "
                 "narrowgauge.recipes.cast, shard it, then apply the recipe"
             )
 
@@ -103,8 +104,8 @@ def check_cast(
 def _refuse_ddp(ps: Iterable[nn.Parameter]) -> None:
     if in_ddp(ps):
         raise ValueError(
-            "model must not be in DistributedDataParallel yet, which would not average the gradients of cast "
-            "parameters: cast it or apply the recipe, then wrap it"
+            "model must not be in DistributedDataParallel, which would not average the gradients of cast "
+            "parameters: delete the wrapper if there was one, cast or apply the recipe, then wrap the model"
         )
 
 
@@ -224,14 +225,18 @@ def _float_dtypes(x: Any) -> Iterator[torch.dtype]:
     if isinstance(x, tuple | list):  # a PackedSequence too
         for each in x:
             yield from _float_dtypes(each)
+    elif type(x) is dict:
+        yield from _float_dtypes([*x.values()])
     elif isinstance(x, Tensor) and x.is_floating_point():
         yield x.dtype
 
 
 def _to(x: Any, dtype: torch.dtype) -> Any:
-    """An argument with its float tensors in a dtype, those in tuples, lists and packed sequences too."""
+    """An argument with its float tensors in a dtype, those in tuples, lists, dicts and packed sequences too."""
     if isinstance(x, PackedSequence):
         return x.to(dtype)
     if type(x) in (tuple, list):
         return type(x)(_to(each, dtype) for each in x)
+    if type(x) is dict:
+        return {key: _to(each, dtype) for key, each in x.items()}
     return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x

@@ -80,7 +80,9 @@ def find_checkpoint(settings: TrainSettings, say: Callable[[str], None]) -> Path
                     f"{str(error).removeprefix('latest_checkpoint: ')}; to begin anew take another --out, or move "
                     f"{folder} away"
                 ) from error
-        if found is None and (aside := sorted(folder.glob("step-*.*"))):
+        if found is None and (before := _resumed_from(settings.out / CONFIG)):
+            say(f"beginning anew: the run before saved nothing; it had gone on from --resume {before}")
+        elif found is None and (aside := sorted(folder.glob("step-*.*"))):
             say(
                 f"beginning anew: {folder} has checkpoints of other courses alone, such as {aside[-1]} for --resume"
             )
@@ -97,6 +99,14 @@ def find_checkpoint(settings: TrainSettings, say: Callable[[str], None]) -> Path
     if several := checkpoints(path):
         raise SettingsError(f"--resume must be one checkpoint, such as {several[-1]}, got {settings.resume!r}")
     return path
+
+
+def _resumed_from(config: Path) -> str:
+    """The checkpoint that the settings in a run's folder name; empty without."""
+    with contextlib.suppress(SettingsError):
+        named = str(config_values(config).get("resume", "auto")) if config.is_file() else "auto"
+        return "" if named in ("auto", "no") else named
+    return ""
 
 
 def make_folder(out: Path) -> None:
@@ -287,14 +297,14 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
     except FileNotFoundError:
         return found, 0
     damaged = 0
-    for line in lines:
+    for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line.decode(errors="replace"))
         except (ValueError, RecursionError):
             record = None
         if _is_record(record):
             found.append(record)
-        elif line.strip() and line is not lines[-1]:
+        elif line.strip() and number < len(lines):
             damaged += 1
     return found, damaged
 

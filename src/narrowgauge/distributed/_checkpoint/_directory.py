@@ -140,8 +140,9 @@ def set_newer_aside(folder: Path, than: Path | None) -> list[Path]:
         The new paths.
     """
     with locked(folder):
-        kept = -1 if than is None else read_manifest(than).serial
-        newer = [path.name for path, manifest in _by_age(folder, lambda text: None) if manifest.serial > kept]
+        found = [path for path, _ in _by_age(folder, lambda text: None)]
+        place = len(found) if than is None else [path.resolve() for path in found].index(than.resolve())
+        newer = [path.name for path in found[:place]]
         moved = set_aside(folder, newer)
         if than is not None:
             replace_file(folder / LATEST, f"{than.name}\n".encode(), "back")

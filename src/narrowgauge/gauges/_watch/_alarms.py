@@ -6,6 +6,7 @@ the log ``narrowgauge.gauges``, and a call of the user's function.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
@@ -88,6 +89,8 @@ class Alarms:
             found.append({**record, "kind": "nonfinite", "of": SKIPPED, "name": ""})
         if kind == "step" and record["loss"] is not None:
             found += self._spike(self._loss.add(record["loss"], step), "loss", "")
+            if not math.isfinite(record["loss"]) and self._first("step", ""):
+                found.append({"kind": "nonfinite", "step": step, "of": "loss", "name": "", "value": record["loss"]})
         ratios = record.get("rms", {}) if kind == "step" else {}
         if kind == "update" and name and "rms" in record:
             ratios = {name: record["rms"]}
@@ -127,6 +130,8 @@ def sentence(alarm: Record) -> str:
     if alarm["of"] == SKIPPED:
         skipped = f"the scaler skipped {value} steps in a row, with inf or NaN in the gradients"
         return f"after {alarm['taken']} steps: {skipped}"
+    if (alarm["kind"], alarm["of"]) == ("nonfinite", "loss"):
+        return f"step {step}: the loss is {value}"
     if alarm["kind"] == "nonfinite":
         return f"step {step}: {value} elements of the {alarm['of'].replace('_', ' ')} of {name} are inf or NaN"
     if alarm["kind"] == "lost":

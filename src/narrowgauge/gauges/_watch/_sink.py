@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from narrowgauge.gauges._history import storages_by_slot
 from narrowgauge.gauges._records import LOG, Record, Writer, read_records
 from narrowgauge.gauges._watch._alarms import Alarms
 from narrowgauge.gauges._watch._tensorboard import TensorBoardWriter
@@ -68,7 +69,11 @@ class RecordSink:
         if self._folder is not None:
             self._tensorboard = TensorBoardWriter(self._folder, self._resume_from or 0)
         if self.writer is not None and self.writer.continues:
-            self._alarms.replay(read_records(self.writer.path))
+            before = read_records(self.writer.path)
+            changed = _changed_storages(before, header)
+            if changed:
+                self.writer.write([{"kind": "storages", "step": self._resume_from, "parameters": changed}])
+            self._alarms.replay(read_records(self.writer.path) if changed else before)
         elif self.writer is not None:
             self.writer.write([header])
 
@@ -120,3 +125,12 @@ class RecordSink:
         if self._tensorboard is not None:
             for record in records:
                 self._tensorboard.add(record)
+
+
+def _changed_storages(before: Sequence[Record], header: Record) -> dict[str, dict[str, str]]:
+    """By parameter, the storages of a run that goes on, where they are others than those of its last record."""
+    known = storages_by_slot(before[0])
+    for record in before:
+        if record["kind"] == "storages":
+            known |= record["parameters"]
+    return {name: own for name, own in storages_by_slot(header).items() if known.get(name) != own}

@@ -189,8 +189,8 @@ def fit(
         chosen, limit = measured.within(most), f"a tolerance of {most:g} nats"
     if idle := [sample.name for sample in found.samples if sample.is_idle]:
         warn(
-            f"fit: the probe's samples of {listed(idle)} had no gradient, so they are not measured and kept as by "
-            "adamw8bit-split8 if the limit allows it; batches that reach them have them measured"
+            f"fit: the probe's samples of {listed(idle)} had no gradient, so they are not measured, and kept as by "
+            "adamw8bit-split8 unless a limit asks for less or has room for more; give batches that reach them"
         )
     made = measured.recipe(chosen, {**facts, "limit": limit}, next(model.parameters()).device, progress)
     return replace(made, layers=layers)

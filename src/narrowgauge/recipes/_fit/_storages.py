@@ -48,7 +48,7 @@ _STATES = (
 _NEVER_CHOSEN = "8bit"
 _TIMED, _TIMED_ELEMENTS = 5, 1 << 22
 # What is not measured counts as this much, so that it is narrowed last, and widened beyond fp32 quality last.
-_LAST, _TRACE = Cost(0.0, math.inf, 0.0), Cost(0.0, 1e-9, 0.0)
+_LAST, _TRACE = Cost(0.0, math.inf, 0.0), Cost(0.0, 1e-300, 0.0)
 _NEARLY = 1.05  # of the tolerance: a choice that is played together may cost so much
 
 
