@@ -29,22 +29,26 @@ def in_ddp(ps: Iterable[Tensor]) -> bool:
 
     It does so for parameters as they were when it was made, and nothing on them says so.
     """
-    wanted = {id(p) for p in ps if p.requires_grad}
+    wanted = set(map(id, ps))
     if not wanted or not dist.is_available() or not dist.is_initialized():
         return False
 
     def found() -> bool:
         wrappers = (x for x in gc.get_objects() if DistributedDataParallel in type(x).__mro__)
-        return any(
-            id(p) in wanted and name not in wrapper.parameters_to_ignore
-            for wrapper in wrappers
-            if "parameters_to_ignore" in vars(wrapper)
-            for name, p in wrapper.module.named_parameters()
-        )
+        return any(id(p) in wanted for w in wrappers if "parameters_to_ignore" in vars(w) for p in _averaged(w))
 
     if found():
         gc.collect()  # one that is no longer used may still be there
     return found()
+
+
+def _averaged(wrapper: DistributedDataParallel) -> Iterator[Tensor]:
+    """The parameters whose gradients a wrapper may average, those that are frozen at present too."""
+    yield from wrapper._delay_all_reduce_params
+    for place, module in wrapper.module.named_modules():
+        for name, p in module.named_parameters(recurse=False):
+            if f"{place}.{name}" not in wrapper.parameters_to_ignore:  # as DDP itself names them
+                yield p
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:

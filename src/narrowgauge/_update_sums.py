@@ -18,21 +18,25 @@ _SHORT = 0.05
 
 
 class Longest:
-    """Tells by tensor which updates are short beside its longest; two outliers are no longest update.
+    """Tells by tensor which updates are short beside its longest; a single outlier is no longest update.
 
     Attributes:
-        seen: by name, the three largest norms, the largest first; plain values.
+        seen: by name, the largest median of three norms in a row, and the last two norms; plain values.
     """
 
     def __init__(self, seen: Mapping[str, Sequence[float]] | None = None) -> None:
         self.seen = {name: list(values) for name, values in (seen or {}).items()}
 
     def is_short(self, name: str, norm: float) -> bool:
-        """Take in the norm of an update; whether it is short."""
-        if not math.isfinite(norm):
+        """Take in the norm of an update; whether it is short. One of 0, or not finite, says nothing."""
+        if not 0 < norm < math.inf:
             return False
-        largest = self.seen[name] = sorted([*self.seen.get(name, ()), norm], reverse=True)[:3]
-        return len(largest) == 3 and norm < _SHORT * largest[-1]
+        longest, *last = self.seen.get(name, [0.0])
+        last.append(norm)
+        if len(last) == 3:
+            longest = max(longest, sorted(last)[1])
+        self.seen[name] = [longest, *last[-2:]]
+        return norm < _SHORT * longest
 
 
 def update_terms(intended: Tensor, stored: Tensor, visible: Tensor) -> list[Tensor]:

@@ -411,20 +411,41 @@ def test_a_resumed_run_is_judged_by_its_own_storages(tmp_path: Path) -> None:
     assert run("plain", 12) == [12]
     urgency = {a.rule: a.urgency for a in gauges.advise(gauges.read_records(tmp_path / "gauges.jsonl"))}
     assert urgency["lost updates"] == "change", "nothing is kept any more"
+    assert all(row["step"] > 12 for row in gauges.read_records(tmp_path / "gauges.jsonl") if row["kind"] == "lost")
 
 
-def test_a_loss_that_is_not_finite_raises_one_alarm(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_parameter_that_was_unfrozen_is_not_called_frozen() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
+    net.requires_grad_(False)
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+    with gauges.watch(net, optimizer, 1, activations=False) as watch:
+        for step in range(8):
+            net[0].requires_grad_(step > 1)
+            x = torch.randn(4, 8, requires_grad=True)
+            watch.loss(loss := net(x).square().sum())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (found,) = (a.finding for a in gauges.advise(watch.rows()) if a.rule == "not trained")
+    assert found == "1.weight is frozen."
+
+
+def test_a_loss_that_is_not_finite_raises_an_alarm_where_it_begins(caplog: pytest.LogCaptureFixture) -> None:
     alarms, raised = Alarms(None, 0), []
     with caplog.at_level(logging.WARNING, "narrowgauge.gauges"):
-        for step, loss in enumerate((1.0, math.nan, math.inf, 1.0), 1):
+        for step, loss in enumerate((1.0, math.nan, math.inf, 1.0, math.inf), 1):
             raised += alarms.raised_by({"kind": "step", "step": step, "loss": loss})
-    assert [(alarm["kind"], alarm["of"], alarm["step"]) for alarm in raised] == [("nonfinite", "loss", 2)]
-    assert [record.getMessage() for record in caplog.records] == ["step 2: the loss is nan"]
+    assert [(alarm["kind"], alarm["of"], alarm["step"]) for alarm in raised] == [
+        ("nonfinite", "loss", 2), ("nonfinite", "loss", 5)
+    ]  # fmt: skip
+    assert [record.getMessage() for record in caplog.records] == [
+        "step 2: the loss is nan", "step 5: the loss is inf"
+    ]  # fmt: skip
 
 
 def test_lost_updates_raise_no_alarm_where_the_learning_rate_has_decayed() -> None:
     alarms, raised = Alarms(None, 0), []
-    norms = (0.1, math.inf, 100, 0.0, 100, 0.0, 1.0, 0.5, 0.049, 0.04, 0.03, 0.02, 0.06, 0.051, 0.05)
+    norms = (0.1, math.inf, 100, 0.0, 1.0, 0.0, 1.0, 0.5, 0.049, 0.04, 0.03, 0.02, 0.06, 0.051, 0.05)
     for step, norm in enumerate(norms, 1):
         lost = 1.0 if step > 8 else 0.0
         raised += alarms.raised_by({"kind": "update", "step": step, "name": "w", "norm": norm, "lost": lost})

@@ -497,6 +497,26 @@ def test_hooks_of_a_gated_product_run_in_compiled_code_too(repeatable: bool) -> 
     assert torch.equal(grad, exact) == (not repeatable)
 
 
+@traced
+def test_what_gives_another_thing_each_time_runs_once_in_compiled_code() -> None:
+    class Noisy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append("down")
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=64, intermediate_size=128)
+    plain, noisy, hooked = LlamaMLP(config), LlamaMLP(config), LlamaMLP(config)
+    noisy.down_proj = Noisy(128, 64, bias=False)
+    hooked.act_fn.register_forward_hook(lambda layer, args, output: calls.append("act"))
+    for mlp, wanted in ((plain, []), (noisy, ["down"]), (hooked, ["act"])):
+        calls: list[str] = []
+        hold_activations(mlp)
+        torch._dynamo.reset()
+        torch.compile(mlp, backend="aot_eager")(torch.randn(40, 64, requires_grad=True)).sum().backward()
+        assert calls == wanted
+
+
 def test_the_way_out_has_the_classes_of_torch() -> None:
     model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16()
     swap_linears(model[2:], SWITCHBACK_M)

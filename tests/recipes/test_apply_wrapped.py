@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
+from narrowgauge._module_names import in_ddp
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +44,20 @@ def test_a_wrapped_model_is_refused_where_a_parameter_would_be_cast(what: str) -
     del wrapped, given
     ng.recipes.get("adamw8bit-split8").apply(model, lr=1e-3)
     ng.recipes.get("adamw8bit-split8").apply(DistributedDataParallel(model), lr=1e-3)
+
+
+def test_what_is_averaged_is_what_the_wrapper_says() -> None:
+    model = nn.ModuleDict({"trained": nn.Linear(16, 16), "apart": nn.Linear(16, 16)})
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["apart.weight", "apart.bias"])
+    wrapped = DistributedDataParallel(model)
+    model["trained"].bias.requires_grad_(False)  # for a while
+    assert in_ddp([model["trained"].bias])
+    assert in_ddp(model["trained"].parameters())
+    assert not in_ddp(model["apart"].parameters())
+    assert not in_ddp(nn.Linear(16, 16).parameters())
+    ng.recipes.cast(model["apart"], torch.bfloat16)
+    del wrapped
+    assert not in_ddp(model.parameters())
 
 
 def test_a_model_that_is_wrapped_is_not_stepped_in_backward() -> None:

@@ -89,7 +89,8 @@ def test_a_run_that_saved_nothing_says_that_it_begins_anew(small: TrainSettings,
     (tmp_path / "two" / CONFIG).write_text(f"resume = {json.dumps(str(named))}\n")
     observer = Silent()
     fit(replace(small, out=tmp_path / "two", steps=1, warmup=0), CPU, observer)
-    assert f"beginning anew: the run before saved nothing; it had gone on from --resume {named}" in observer.told
+    says = f"beginning anew: no checkpoint of the run before is here; it had gone on from --resume {named}"
+    assert says in observer.told
     aside = tmp_path / "three" / "checkpoints" / "step-000000002.20260101T000000Z"
     aside.mkdir(parents=True)
     observer = Silent()

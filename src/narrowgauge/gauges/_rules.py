@@ -405,7 +405,8 @@ def not_trained(history: History) -> Finding | None:
     """Parameters without measurements: frozen, not the optimizer's, or never given a gradient."""
     with_gradient = history.names("gradient")
     measured = max((len(history.series("gradient", "absmax", name).steps) for name in with_gradient), default=0)
-    frozen, apart = history.listed_parameters("frozen"), history.listed_parameters("apart")
+    stepped = set(history.names("update"))  # some were unfrozen or added later
+    frozen, apart = ([n for n in history.listed_parameters(k) if n not in stepped] for k in ("frozen", "apart"))
     known = isinstance(history.header.get("groups"), list) and measured >= MIN_MEASUREMENTS
     seen = {*with_gradient, *frozen, *apart}
     without = [name for name in history.parameters if name not in seen] if known else []

@@ -463,10 +463,18 @@ def _compiled_gated(module: Any, parts: _Gated, format: Format, x: Tensor) -> Te
     gate, up, act, down = parts
     activate = torch.nn.functional.silu if act == "F" else getattr(module, act)
     last = getattr(module, down)
-    hooks = (*last._forward_pre_hooks.values(), *last._forward_hooks.values())
-    if "forward" in vars(last) or not all(getattr(hook, "repeatable", False) for hook in hooks):
+    if not (_may_run_twice(last) and (not isinstance(activate, nn.Module) or _may_run_twice(activate))):
         return cast(Tensor, module._was.forward(module, x))  # what is run twice below must give the same twice
     return _by_rounded(lambda a, b: last(activate(a) * b), format, getattr(module, gate)(x), getattr(module, up)(x))
+
+
+def _may_run_twice(module: Any) -> bool:
+    """Whether a module gives the same when it is run twice: it has no hooks and no forward pass of the user's."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    own = type(module).forward is not nn.Linear.forward and isinstance(module, nn.Linear)
+    if "forward" in vars(module) or (own and not isinstance(module, PlannedModule)):
+        return False
+    return all(getattr(hook, "repeatable", False) for hook in hooks)
 
 
 def _by_rounded(run: Callable[..., Tensor], format: Format, *inputs: Tensor) -> Tensor:

@@ -219,6 +219,8 @@ class _InFp32:
     def after(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
         return _to(result, self._dtype)
 
+    before.repeatable = after.repeatable = True  # type: ignore[attr-defined]  # for held activations
+
 
 def _float_dtypes(x: Any) -> Iterator[torch.dtype]:
     """The dtypes of the float tensors in an argument, in order."""
@@ -237,6 +239,7 @@ def _to(x: Any, dtype: torch.dtype) -> Any:
         return x.to(dtype)
     if type(x) in (tuple, list):
         return type(x)(_to(each, dtype) for each in x)
-    if type(x) is dict:
-        return {key: _to(each, dtype) for key, each in x.items()}
+    if type(x) is dict:  # itself if nothing changes: the layer may write to it
+        cast = {key: _to(each, dtype) for key, each in x.items()}
+        return x if all(cast[key] is x[key] for key in x) else cast
     return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x

@@ -81,7 +81,7 @@ def find_checkpoint(settings: TrainSettings, say: Callable[[str], None]) -> Path
                     f"{folder} away"
                 ) from error
         if found is None and (before := _resumed_from(settings.out / CONFIG)):
-            say(f"beginning anew: the run before saved nothing; it had gone on from --resume {before}")
+            say(f"beginning anew: no checkpoint of the run before is here; it had gone on from --resume {before}")
         elif found is None and (aside := sorted(folder.glob("step-*.*"))):
             say(
                 f"beginning anew: {folder} has checkpoints of other courses alone, such as {aside[-1]} for --resume"

@@ -140,6 +140,8 @@ def set_newer_aside(folder: Path, than: Path | None) -> list[Path]:
         The new paths.
     """
     with locked(folder):
+        if than is not None:
+            read_manifest(than)  # says what is wrong with it
         found = [path for path, _ in _by_age(folder, lambda text: None)]
         place = len(found) if than is None else [path.resolve() for path in found].index(than.resolve())
         newer = [path.name for path in found[:place]]

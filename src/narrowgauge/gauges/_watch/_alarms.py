@@ -84,12 +84,15 @@ class Alarms:
         if kind == "storages":
             for changed, own in record["parameters"].items():
                 self._lost.pop(changed, None)
+                self._once.discard(("lost", changed))
                 (self._random.add if own.get("weights") == STOCHASTIC else self._random.discard)(changed)
         if kind == "skips":
             found.append({**record, "kind": "nonfinite", "of": SKIPPED, "name": ""})
         if kind == "step" and record["loss"] is not None:
             found += self._spike(self._loss.add(record["loss"], step), "loss", "")
-            if not math.isfinite(record["loss"]) and self._first("step", ""):
+            if math.isfinite(record["loss"]):
+                self._once.discard(("step", ""))
+            elif self._first("step", ""):
                 found.append({"kind": "nonfinite", "step": step, "of": "loss", "name": "", "value": record["loss"]})
         ratios = record.get("rms", {}) if kind == "step" else {}
         if kind == "update" and name and "rms" in record:

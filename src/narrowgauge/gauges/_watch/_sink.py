@@ -63,18 +63,20 @@ class RecordSink:
             self._alarms = None
             return
         assert self._alarms is not None
-        self._alarms.begin(header)
         if self._path is not None:
             self.writer = Writer(self._path, self._resume_from)
         if self._folder is not None:
             self._tensorboard = TensorBoardWriter(self._folder, self._resume_from or 0)
         if self.writer is not None and self.writer.continues:
             before = read_records(self.writer.path)
+            self._alarms.begin(before[0])
             changed = _changed_storages(before, header)
             if changed:
                 self.writer.write([{"kind": "storages", "step": self._resume_from, "parameters": changed}])
             self._alarms.replay(read_records(self.writer.path) if changed else before)
-        elif self.writer is not None:
+            return
+        self._alarms.begin(header)
+        if self.writer is not None:
             self.writer.write([header])
 
     def submit(self, make: Callable[[], Iterable[Record]]) -> None:
@@ -133,4 +135,4 @@ def _changed_storages(before: Sequence[Record], header: Record) -> dict[str, dic
     for record in before:
         if record["kind"] == "storages":
             known |= record["parameters"]
-    return {name: own for name, own in storages_by_slot(header).items() if known.get(name) != own}
+    return {name: own for name, own in storages_by_slot(header).items() if known.get(name, {}) != own}
