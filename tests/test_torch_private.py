@@ -37,7 +37,7 @@ NAMES = {
     "_optimizer_load_state_dict_post_hooks", "_optimizer_step_pre_hooks", "_global_optimizer_pre_hooks",
     "_len_torch_dispatch_stack", "_are_functorch_transforms_active", "_get_tracing_state",
     "_saved_tensors_hooks_is_enabled", "_top_saved_tensors_default_hooks",
-    "_disable_current_modes", "_functorch", "_higher_order_ops", "FunctionalTensorMode",
+    "_delay_all_reduce_params", "_disable_current_modes", "_functorch", "_higher_order_ops", "FunctionalTensorMode",
     "triton_kernel_wrapper_functional", "get_eval_frame_callback",
 }  # fmt: skip
 

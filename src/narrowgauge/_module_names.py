@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from narrowgauge._torch_private import averaged
+
 # What torch.compile and activation checkpointing put into qualified names.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
@@ -35,20 +37,11 @@ def in_ddp(ps: Iterable[Tensor]) -> bool:
 
     def found() -> bool:
         wrappers = (x for x in gc.get_objects() if DistributedDataParallel in type(x).__mro__)
-        return any(id(p) in wanted for w in wrappers if "parameters_to_ignore" in vars(w) for p in _averaged(w))
+        return any(id(p) in wanted for w in wrappers if "parameters_to_ignore" in vars(w) for p in averaged(w))
 
     if found():
         gc.collect()  # one that is no longer used may still be there
     return found()
-
-
-def _averaged(wrapper: DistributedDataParallel) -> Iterator[Tensor]:
-    """The parameters whose gradients a wrapper may average, those that are frozen at present too."""
-    yield from wrapper._delay_all_reduce_params
-    for place, module in wrapper.module.named_modules():
-        for name, p in module.named_parameters(recurse=False):
-            if f"{place}.{name}" not in wrapper.parameters_to_ignore:  # as DDP itself names them
-                yield p
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:

@@ -11,13 +11,14 @@ import copy
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -282,6 +283,15 @@ def hooks_of_all_optimizers() -> Collection[Any]:
     from torch.optim.optimizer import _global_optimizer_pre_hooks
 
     return _global_optimizer_pre_hooks.values()
+
+
+def averaged(wrapper: DistributedDataParallel) -> Iterator[Tensor]:
+    """The parameters whose gradients a wrapper may average, those that are frozen at present too."""
+    yield from _attribute(wrapper, "_delay_all_reduce_params")
+    for place, module in wrapper.module.named_modules():
+        for name, p in module.named_parameters(recurse=False):
+            if f"{place}.{name}" not in wrapper.parameters_to_ignore:  # as DDP itself names them
+                yield p
 
 
 def _attribute(x: object, name: str) -> Any:

@@ -38,11 +38,6 @@ from narrowgauge.trainers._task import Examples, count, divided, to_device
 from narrowgauge.trainers._tokens import is_prepared
 
 RECIPE, BILL, CHECK = "recipe.toml", "bill.html", "verify"
-# What `recipes.fit` calls the limits.
-_FLAGS = {
-    "bytes_per_parameter": "--bytes", "memory": "--memory", "tolerance": "--tolerance", "linear": "--linear",
-    "steps": "--steps",
-}  # fmt: skip
 
 
 def fit(options: FitOptions, words: Sequence[str]) -> int:
@@ -118,8 +113,8 @@ def _chosen(work: _Work, display: Display, asked: Sequence[int]) -> FittedRecipe
             **work.hyperparameters, seed=options.seed,
         )  # fmt: skip
     except ValueError as error:
-        first, _, rest = str(error).partition(" ")
-        raise UsageError(f"{_FLAGS.get(first, first)} {rest}") from error
+        # The one argument that no option is called after.
+        raise UsageError(str(error).replace("bytes_per_parameter ", "--bytes ", 1)) from error
 
 
 class _Work:

@@ -298,12 +298,8 @@ class Adapt:
         """Plain values: the step, the changes, and the measurements that later decisions need."""
         recent = [[name, what, list(values)] for (name, what), values in self._recent.items()]
         changes = [asdict(change) for change in self.changes]
-        return {
-            "step": self.step,
-            "changes": changes,
-            "recent": recent,
-            "longest": Longest(self._longest.seen).seen,
-        }
+        longest = {name: [*seen] for name, seen in self._longest.seen.items()}
+        return {"step": self.step, "changes": changes, "recent": recent, "longest": longest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`: make its changes, without calling `say`, and take its measurements.

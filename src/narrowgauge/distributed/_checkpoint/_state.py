@@ -274,7 +274,7 @@ def optimizer_state_dict(
 
 
 def _difference(live: list[str], saved: list[str]) -> str:
-    sides = {"alone here": set(live) - set(saved), "alone there": set(saved) - set(live)}
+    sides = {"only here": set(live) - set(saved), "only in the checkpoint": set(saved) - set(live)}
     parts = [f"{side} {', '.join(sorted(names)[:3])}" for side, names in sides.items() if names]
     return "; ".join(parts)
 

@@ -47,7 +47,7 @@ _STATES = (
 # differ, which a probe may not show, and `log8` takes as many bytes.
 _NEVER_CHOSEN = "8bit"
 _TIMED, _TIMED_ELEMENTS = 5, 1 << 22
-# What is not measured counts as this much, so that it is narrowed last, and widened beyond fp32 quality last.
+# What is not measured counts as this much: it is narrowed where a limit cannot be met without, and widened last.
 _LAST, _TRACE = Cost(0.0, math.inf, 0.0), Cost(0.0, 1e-300, 0.0)
 _NEARLY = 1.05  # of the tolerance: a choice that is played together may cost so much
 
@@ -128,7 +128,7 @@ class Measured:
     def _unmeasured(self, names: tuple[str, ...]) -> Candidates:
         """Like parameters without gradients in their samples: the storages of `adamw8bit-split8`.
 
-        A limit may ask for narrower ones, last of all parameters, or leave room for exact ones.
+        A limit may ask for narrower ones, or leave room for exact ones.
         """
         dtype, wide = self._samples[names[0]].dtype, {slot.name: "fp32" for slot in self._replay.slots}
         narrow = "plain" if dtype == torch.float32 else "stochastic"
@@ -136,8 +136,8 @@ class Measured:
         ways = [
             (narrow, four, _LAST),
             (automatic_weights(dtype, strict=False), dict.fromkeys(wide, "log8"), _TRACE),
+            (WEIGHTS[dtype][-1], wide, NOTHING),
         ]
-        ways += [(WEIGHTS[dtype][-1], wide, NOTHING)]
         if self._replay.is_small(names[0]):
             ways = [(weight, wide, cost) for weight, _, cost in ways[1:]]
         found = [self._kept(names, weight, states, cost) for weight, states, cost in ways]
