@@ -232,7 +232,7 @@ def main(
             {"name": row.name, "title": row.title, "family": row.family, "formula": row.formula()} for row in chosen
         ],
     }
-    results = Study(out, about, resume, grows=("seeds", "lr"), any_device=True)
+    results = Study(out, about, resume, grows=("seeds", "lr"), ignores=("device", "save_every"))
     refused = {row.name: reason for row in chosen if (reason := row.refusal())}
     planned = tasks(chosen, rates, seeds)
     if dry:

@@ -34,20 +34,20 @@ class Study:
     """The results as they grow, on disk at every moment."""
 
     def __init__(
-        self, out: Path, about: dict[str, Any], resume: bool, grows: Sequence[str] = (), any_device: bool = False
+        self, out: Path, about: dict[str, Any], resume: bool, grows: Sequence[str] = (), ignores: Sequence[str] = ()
     ) -> None:
         """Begin, or with `resume` go on with the file, if there is one.
 
         `about` is what it says beside its runs: `command`, `environment`, `training`, `data`, `rows`. A later
         command with `--only`, which does not make what is there, is kept under `resumed`. `grows` are fields of
-        `training` that may differ: of lists all is kept, of numbers the largest. With `any_device` runs may have
-        been made on another device; each says its own.
+        `training` that may differ: of lists all is kept, of numbers the largest. `ignores` are fields that
+        may differ because they change no run; "device" may be among them, as each run says its own.
         """
         self._out, self.about = out, about
         self.runs: list[Result] = []
         self._before: list[dict[str, Any]] = []  # tasks that an earlier call left
         if resume and out.exists():
-            self._take(json.loads(out.read_text()), grows, {*grows, "device"} if any_device else set(grows))
+            self._take(json.loads(out.read_text()), grows, {*grows, *ignores})
         out.parent.mkdir(parents=True, exist_ok=True)
 
     def _take(self, found: dict[str, Any], grows: Sequence[str], may_differ: set[str]) -> None:

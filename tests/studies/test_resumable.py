@@ -112,8 +112,9 @@ def test_what_may_grow_grows(tmp_path: Path) -> None:
     with pytest.raises(typer.BadParameter, match="--resume: got device 'NVIDIA H200', takes 'cpu'"):
         Study(out, about(seeds=3) | {"environment": {"device": "NVIDIA H200"}}, resume=True)
     elsewhere = about(seeds=3) | {"environment": {"device": "NVIDIA H200"}}
-    study = Study(out, elsewhere, resume=True, any_device=True)
+    study = Study(out, elsewhere, resume=True, ignores=("device",))
     assert len(study.runs) == 1
+    assert len(Study(out, about(lr=1e-2, seeds=3), resume=True, ignores=("lr",)).runs) == 1
     assert study.about["environment"]["device"] == "cpu"
 
 
