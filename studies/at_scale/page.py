@@ -87,9 +87,9 @@ def names(results: Results, but: str | None = None) -> list[str]:
 
 
 def at(run: Results, share: float) -> float | None:
-    """The validation loss after a share of the tokens."""
-    step = share * run["validation"][-1][0]
-    return next((loss for number, loss in run["validation"] if number >= step - 0.5), None)
+    """The validation loss after a share of the tokens: of the last whole step before it, as validations are."""
+    step = math.floor(share * run["validation"][-1][0])
+    return next((loss for number, loss in run["validation"] if number >= step), None)
 
 
 def apart_at(results: Results, name: str, share: float) -> list[float]:
@@ -115,8 +115,7 @@ def margin_at(results: Results, runs: int, share: float) -> float | None:
 def by_chance(runs: Sequence[int]) -> dict[str, float]:
     """How often chance makes rows of so many runs "apart" from the reference if all runs vary alike. Simulated.
 
-    By a row's number of runs ("one", "two", "three"), and for any of the rows. Then for rows of two by the limit
-    that all rows but the widest give: for one ("rest"), and for any of them. All rows share the reference's runs.
+    By a row's number of runs ("one", "two", "three"), and for any of the rows. All rows share the reference's runs.
     """
     counts, seeds = np.array(runs), np.arange(max(runs))
     noise = np.random.default_rng(0).standard_normal((100_000, len(runs) + 1, max(runs)))
@@ -127,14 +126,7 @@ def by_chance(runs: Sequence[int]) -> dict[str, float]:
     free = (counts - 1).sum()
     beyond = abs(means) > readings.CERTAIN * np.sqrt(squares.sum(1, keepdims=True) / free / counts)
     odds = {COUNTS[count]: float(beyond[:, counts == count].mean()) for count in sorted({*runs})}
-    widths = np.where(here, apart, -np.inf).max(2) - np.where(here, apart, np.inf).min(2)
-    rest = (counts > 1) & (widths < widths.max(1, keepdims=True))
-    free_rest = np.maximum((rest * (counts - 1)).sum(1, keepdims=True), 1)
-    narrow = np.sqrt((rest * squares).sum(1, keepdims=True) / free_rest)
-    pairs = rest & (counts == 2)
-    passed = pairs & (abs(means) > readings.CERTAIN * narrow / math.sqrt(2))
-    odds |= {"any": float(beyond.any(1).mean())}
-    return odds | {"rest": float(passed.sum() / max(pairs.sum(), 1)), "any_rest": float(passed.any(1).mean())}
+    return odds | {"any": float(beyond.any(1).mean())}
 
 
 def verdict(results: Results, name: str) -> str:
@@ -176,7 +168,8 @@ def rows(results: Results) -> str:
 def curve(results: Results) -> str:
     """The difference from D along the way, and what it is held against."""
     counts = [len(apart_at(results, name, 1.0)) for name in names(results, REFERENCE)]
-    runs = max(counts, key=counts.count, default=0)
+    several_runs = [count for count in counts if count > 1]
+    runs = max(several_runs, key=several_runs.count, default=1)
     limits = {share: margin_at(results, runs, share) for share in TENTHS}
     known = ["" if limit is None else f"± {limit:.4f}" for limit in limits.values()]
     return table(
@@ -430,7 +423,8 @@ def facts(results: Results) -> dict[str, str]:
         named |= {"range_least": f"{min(spread):.4f}", "range_next": f"{sorted(spread)[-2]:.4f}"}
         rest = readings.chance(each for each in apart if len(each) > 1 and max(each) - min(each) < max(spread))
         if rest is not None:
-            named |= {"deviation_rest": f"{rest:.4f}", "margin_rest": f"{readings.margin(rest, 2):.4f}"}
+            most = max(map(len, apart))
+            named |= {"deviation_rest": f"{rest:.4f}", "margin_rest": f"{readings.margin(rest, most):.4f}"}
         counts = [len(each) for each in apart if each]
         named |= {f"chance_{of}": f"{1 / chance:.0f}" for of, chance in by_chance(counts).items() if chance}
         named |= {f"margin_{COUNTS[runs]}": f"{found.margin(runs):.4f}" for runs in {*counts}}

@@ -68,7 +68,7 @@ class Gradients:
         try:
             self._replay, self._found = captured(lambda: self._passes(self._given))
         except Exception as error:  # whatever a model does that a graph cannot
-            torch.cuda.synchronize()
+            _recover()
             self.how = f"eager, not captured: {reason(error)}"
             return
         self.how = "graph"
@@ -100,9 +100,16 @@ def captured_step(optimizer: torch.optim.Optimizer) -> tuple[Callable[[], Any], 
         with torch.cuda.graph(graph):  # nothing is computed while it is captured
             optimizer.step()
     except Exception as error:
-        torch.cuda.synchronize()
+        _recover()
         return optimizer.step, f"eager, not captured: {reason(error)}"
     return graph.replay, "graph"
+
+
+def _recover() -> None:
+    """After a capture that failed torch draws no random numbers on the GPU until one succeeds: so one does."""
+    torch.cuda.synchronize()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device="cuda")
 
 
 def reason(error: BaseException) -> str:

@@ -247,6 +247,12 @@ def test_runs_of_a_row_of_which_one_got_stuck_have_rows_of_their_own() -> None:
     assert len({line.get_color() for line in axis.get_lines()[1:]}) == 1
 
 
+def test_a_share_of_the_tokens_is_that_of_the_validation_made_for_it() -> None:
+    steps = [7629 * part // 20 for part in range(1, 21)]
+    run = {"validation": [[step, float(number)] for number, step in enumerate(steps, 1)]}
+    assert [page.at(run, share) for share in page.TENTHS] == [20 * share for share in page.TENTHS]
+
+
 def test_the_page_names_runs_of_another_device() -> None:
     committed = json.loads((Path(run.__file__).parent / "results" / "at_scale_gpt2.json").read_text())
     device = committed["environment"]["device"]
