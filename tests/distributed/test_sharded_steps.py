@@ -108,7 +108,7 @@ def test_rows_columns_and_both(tmp_path: Path) -> None:
         for (rule, storage), one in told.items():
             assert {ndim for ndim, _ in one["placements"].values()} == {1, 2}
             assert one["collectives"] == 1
-            assert one["skipped"] == {"up.weight": 1}
+            assert one["skipped"] == {"norm.bias": 1, "up.weight": 1}
             assert not any(one["off"].values()), (rule, storage, one["off"])
 
 

@@ -8,7 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from watched import batch, model, of_kind
 
 from forked import run_ranks
@@ -48,7 +56,33 @@ def steps(net: nn.Module, optimizer: Any, watch: Any, rank: int, world: int) -> 
         optimizer.step()
 
 
-WAYS = [("ddp", "ours"), ("fsdp", "torch"), ("fsdp", "ours, fp32"), ("own", "torch")]
+class Parts(nn.Module):
+    """What tensor parallelism cuts: vocabulary, sequence, columns and rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.norm = nn.Embedding(40, 16), nn.LayerNorm(16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 40)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(self.norm(self.embed(ids)))))
+
+
+def in_parts(world: int) -> nn.Module:
+    plan = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(),
+    }
+    return parallelize_module(Parts(), init_device_mesh("cpu", (world,)), plan)
+
+
+WAYS = [
+    ("ddp", "ours"), ("fsdp", "torch"), ("fsdp", "ours, fp32"), ("own", "torch"), ("tp", "torch"),
+    ("tp", "ours, fp32"),
+]  # fmt: skip
 
 
 def work(rank: int, world: int, folder: str) -> None:
@@ -64,8 +98,10 @@ def work(rank: int, world: int, folder: str) -> None:
 
 
 def one_way(rank: int, world: int, folder: str, how: str, make: str) -> None:
-    net = untied(torch.float32)
+    net = untied(torch.float32) if how != "tp" else in_parts(world)
     run: nn.Module = net
+    if how == "tp":
+        rank, world = 0, 1  # each has the whole batch
     if how == "ddp":
         run = nn.parallel.DistributedDataParallel(net)
     elif how == "fsdp":
@@ -104,9 +140,9 @@ def untie(net: nn.Module) -> None:
         net.head.weight.copy_(net.embed.weight)
 
 
-def alone(make: str, tied: bool = True) -> list[dict[str, Any]]:
+def alone(make: str, tied: bool = True, parts: bool = False) -> list[dict[str, Any]]:
     """The same training in one process, whole batches."""
-    net = untied(torch.float32)
+    net = Parts() if parts else untied(torch.float32)
     if not tied:
         untie(net)
     optimizer = MAKERS[make](net)
@@ -151,6 +187,14 @@ def test_fsdp2(ran: Path, make: str) -> None:
     rows = gauges.read_records(ran / f"fsdp {make}" / "all.jsonl")
     assert rows.damage is None
     agree(rows, alone(make, tied=False), ("step", "update", "gradient", "activation"))
+
+
+@pytest.mark.parametrize("make", ["torch", "ours, fp32"])
+def test_tensor_parallelism(ran: Path, make: str) -> None:
+    """Gradients that are cut or summed otherwise than their parameters are measured as the step takes them."""
+    rows = gauges.read_records(ran / f"tp {make}" / "all.jsonl")
+    assert rows.damage is None
+    agree(rows, alone(make, parts=True), ("step", "update", "gradient"))
 
 
 def test_processes_that_train_models_of_their_own(ran: Path) -> None:

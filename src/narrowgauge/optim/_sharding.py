@@ -27,7 +27,7 @@ from torch import Tensor
 
 from narrowgauge._torch_private import local_tensor
 
-# Columns of the table: the gradient's squares, how many of its parts are not finite, the rule's sums.
+# Columns of the table: the gradient's squares, how many ranks have it not finite, the rule's sums.
 SQUARES, FLAGS, TERMS, MOST_TERMS = 0, 1, 2, 6
 # Elements that one block of random numbers serves, and the first element whose counter exceeds 32 bits.
 _GRAIN, _FAR = 8, 1 << 34
@@ -288,6 +288,7 @@ class Collective:
             for index, where, columns in cells:
                 table[index, where] = columns.to(device, torch.float64, non_blocking=device.type != "cpu")
             summed = torch.where(exchange.counts, table, 0.0)
+            summed[:, FLAGS] = table[:, FLAGS]  # of any rank, whoever counts
             for group in exchange.groups:
                 dist.all_reduce(summed, group=group)
             table = torch.where(exchange.members, summed, table)

@@ -43,6 +43,18 @@ def flat(x: Tensor) -> Tensor:
     return local if local.dim() == 1 else local.reshape(-1)
 
 
+def flat_gradient(p: Any, grad: Any) -> Tensor:
+    """A parameter's gradient as a step takes it, dense and flat.
+
+    Of a DTensor it is cut as the parameter is, and summed where ranks have a part of the sum each: a collective.
+    """
+    if grad.layout is not torch.strided:
+        grad = grad.to_dense()
+    if hasattr(p, "placements") and grad.placements != p.placements:
+        grad = grad.redistribute(p.device_mesh, p.placements)
+    return flat(grad)
+
+
 @dataclass(frozen=True)
 class Sample:
     """Which rows of long vectors are measured: one in `stride`, different ones for each index.

@@ -19,7 +19,7 @@ from narrowgauge._text import listed
 from narrowgauge._update_sums import SUMS
 from narrowgauge.gauges._records import LOG, MISSED, Record
 from narrowgauge.gauges._watch._batched_magnitudes import as_records, table_of, width
-from narrowgauge.gauges._watch._batched_rows import Sample, flat, to_device
+from narrowgauge.gauges._watch._batched_rows import Sample, flat, flat_gradient, to_device
 from narrowgauge.gauges._watch._features import Features
 from narrowgauge.gauges._watch._moment_preview import MomentPreview, preview_unavailable
 from narrowgauge.gauges._watch._ranks import Part, Ranks
@@ -152,9 +152,8 @@ class Measurements:
         for p, grad in grads.items():
             if grad is None or not grad.is_floating_point():
                 continue
-            if grad.layout is not torch.strided:
-                grad = grad.coalesce().values()  # a sparse gradient's rows
-            x = flat(grad)
+            # Of a sparse gradient the rows that it has.
+            x = flat_gradient(p, grad) if grad.layout is torch.strided else flat(grad.coalesce().values())
             if inverse is not None:
                 x = x.to(torch.float32) * inverse.to(x.device, non_blocking=True)
             if x.numel():

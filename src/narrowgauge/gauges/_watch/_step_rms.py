@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from narrowgauge import rules
 from narrowgauge.gauges._magnitudes import kernels_take
-from narrowgauge.gauges._watch._batched_rows import BatchedRows, BlockSample, Sample, flat, to_device
+from narrowgauge.gauges._watch._batched_rows import BatchedRows, BlockSample, Sample, flat, flat_gradient, to_device
 from narrowgauge.gauges._watch._intended_update import (
     AfterStep,
     moments_of,
@@ -35,7 +35,7 @@ from narrowgauge.gauges._watch._intended_update import (
     scalars_of,
     table_of,
 )
-from narrowgauge.gauges._watch._update_stats import dense, measures_itself, unless_skipped
+from narrowgauge.gauges._watch._update_stats import measures_itself, unless_skipped
 
 
 class StepRms:
@@ -83,7 +83,7 @@ class StepRms:
                     self._hooks.append(p.register_hook(partial(self._copy_gradient, p)))  # type: ignore[no-untyped-call]
 
     def _copy_gradient(self, p: Tensor, grad: Tensor) -> None:
-        self._grads.setdefault(p, self._before[p][0].of(flat(grad)).clone())
+        self._grads.setdefault(p, self._before[p][0].of(flat_gradient(p, grad)).clone())
 
     def end(self, home: torch.device) -> Tensor | None:
         """After the step: the sums of g^2 / max(v_hat, eps^2) and of elements, float64 (parameters, 2).
@@ -119,15 +119,17 @@ class StepRms:
 
     def _of_group(self, group: Mapping[str, Any]) -> Iterable[tuple[list[Tensor], Tensor]]:
         rule, state = rule_of(self._optimizer, group), self._optimizer.state
-        devices: dict[torch.device, list[Tensor]] = {}
+        devices: dict[torch.device, dict[Tensor, Tensor]] = {}
         for p in group["params"]:
-            if p in self._index and p.grad is not None and not p.is_complex() and flat(p).numel():
-                devices.setdefault(flat(p).device, []).append(p)
-        for ps in devices.values():
+            if p in self._index and p.grad is not None and not p.is_complex():
+                grad = flat_gradient(p, p.grad)
+                if grad.numel():
+                    devices.setdefault(grad.device, {})[p] = grad
+        for some in devices.values():
+            ps, grads = list(some), list(some.values())
             moments = [moments_of(group, state.get(p, {})) for p in ps]
             if rule is None or not all("v" in of for of in moments):
                 continue
-            grads = [flat(dense(p.grad)) for p in ps]
             scalars = scalars_of(rule, group, [state[p] for p in ps], grads[0].device)
             sums = self._ratios(rule, scalars, grads, [flat(of["v"]) for of in moments])
             yield ps, unless_skipped(sums, self._found_inf)

@@ -23,7 +23,15 @@ from narrowgauge import rules
 from narrowgauge._update_sums import SUMS, update_terms
 from narrowgauge.gauges._magnitudes import kernels_take
 from narrowgauge.gauges._records import Record, rounded
-from narrowgauge.gauges._watch._batched_rows import STRIDE, BatchedRows, Sample, chunks, flat, to_device
+from narrowgauge.gauges._watch._batched_rows import (
+    STRIDE,
+    BatchedRows,
+    Sample,
+    chunks,
+    flat,
+    flat_gradient,
+    to_device,
+)
 from narrowgauge.gauges._watch._intended_update import (
     AfterStep,
     moments_of,
@@ -85,12 +93,14 @@ class _Batch:
         rule: None if not known.
         ps: the parameters.
         moments: of each parameter, by slot; empty dicts without a rule.
+        grads: of each parameter, flat; samples where the step writes over the gradient.
     """
 
     group: Mapping[str, Any]
     rule: rules.Rule | None
     ps: list[Tensor]
     moments: list[dict[str, Any]]
+    grads: list[Tensor]
 
 
 class MeasuredAround:
@@ -111,7 +121,7 @@ class MeasuredAround:
         self._before = self._copies({p: p for _, p in ps})
         # torch's SGD with Nesterov's momentum adds to the gradients where it steps lists of parameters ("foreach").
         self._grads = self._copies(
-            {p: dense(p.grad) for group, p in ps if group.get("nesterov") and p.grad is not None}
+            {p: flat_gradient(p, p.grad) for group, p in ps if group.get("nesterov") and p.grad is not None}
         )
         # Set by torch's GradScaler for optimizers that skip on the device.
         self._found_inf = getattr(self._optimizer, "found_inf", None)
@@ -153,16 +163,17 @@ class MeasuredAround:
                 moments = moments_of(group, self._optimizer.state.get(p, {})) if rule is not None else {}
                 known = rule if needed == set(moments) else None  # a parameter that was not stepped has no moments
                 key = (number, p.device, known, tuple(moments))
-                batch = found.setdefault(key, _Batch(group, known, [], []))
+                batch = found.setdefault(key, _Batch(group, known, [], [], []))
                 batch.ps.append(p)
                 batch.moments.append(moments if known is not None else {})
+                batch.grads.append(self._grads[p] if p in self._grads else flat_gradient(p, p.grad))
         return list(found.values())
 
     def _sums(self, batch: _Batch) -> Tensor:
         sums = self._by_kernels(batch)
         if sums is None:
             parts = [
-                replace(batch, ps=batch.ps[cut], moments=batch.moments[cut])
+                replace(batch, ps=batch.ps[cut], moments=batch.moments[cut], grads=batch.grads[cut])
                 for cut in chunks([self._before[p].numel() for p in batch.ps])
             ]
             sums = torch.cat([self._in_torch(part) for part in parts])
@@ -182,9 +193,7 @@ class MeasuredAround:
         whole = {"after": [flat(p) for p in batch.ps]}
         whole |= {slot: [flat(one[slot]) for one in batch.moments] for slot in batch.moments[0]}
         copies = {"weight": [self._before[p] for p in batch.ps]}
-        (copies if batch.ps[0] in self._grads else whole)["grad"] = [
-            self._grads[p] if p in self._grads else flat(dense(p.grad)) for p in batch.ps
-        ]
+        (copies if batch.ps[0] in self._grads else whole)["grad"] = batch.grads
         if not kernels_take([x for vectors in (*whole.values(), *copies.values()) for x in vectors]):
             return None
         from narrowgauge.kernels._updates import measure
@@ -212,7 +221,7 @@ class MeasuredAround:
 
         before = rows(self._before[p] for p in batch.ps)
         change = rows(now) - before
-        grad = rows(self._grads[p] if p in self._grads else sample.of(flat(dense(p.grad))) for p in batch.ps)
+        grad = rows(g if p in self._grads else sample.of(g) for p, g in zip(batch.ps, batch.grads, strict=True))
         if batch.rule is None:
             unknown = torch.full_like(change[:, :1], math.nan)
             _, _, _, *counts = update_terms(grad, change, change)
@@ -241,12 +250,6 @@ def unless_skipped(sums: Tensor, found_inf: Tensor | None) -> Tensor:
     if found_inf is None:
         return sums
     return torch.where(torch.as_tensor(found_inf).to(sums.device).reshape(()) > 0, 0.0, sums)
-
-
-def dense(grad: Tensor | None) -> Tensor:
-    """A gradient with strides."""
-    assert grad is not None
-    return grad.to_dense() if grad.layout is not torch.strided else grad
 
 
 def update_records(
