@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import narrowgauge as ng
 from forked import run_ranks
-from narrowgauge.linear import LinearPlan, LowPrecisionLinear, swap_linears
+from narrowgauge.linear import LinearPlan, LowPrecisionLinear, hold_activations, swap_linears
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have: in bf16 the order of sums is seen
 WORLD, BATCH, DIM, STEPS = 2, 12, 32, 3
@@ -38,7 +40,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(DIM)
-        self.up, self.down = nn.Linear(DIM, 48), nn.Linear(48, DIM, bias=False)
+        self.up, self.down = nn.Linear(DIM, 64), nn.Linear(64, DIM, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
@@ -105,9 +107,29 @@ def on_a_rank(rank: int, world: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     try:
         done = {(how, name): train(parallel(how, plan), rank) for how in HOW for name, plan in PLANS.items()}
-        torch.save(done, f"{folder}/{rank}")
+        torch.save(done | in_parts(), f"{folder}/{rank}")
     finally:
         dist.destroy_process_group()
+
+
+def in_parts() -> dict[tuple[str, str], Any]:
+    """Under tensor parallelism: gradients without and with held activations, and what a plan's layer says."""
+    mesh, ways = init_device_mesh("cpu", (WORLD,)), {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    done: dict[tuple[str, str], Any] = {}
+    for name in ("plain", "held"):
+        torch.manual_seed(0)
+        block = Block()
+        if name == "held":
+            hold_activations(block)
+        parallelize_module(block, mesh, ways)
+        loss_of(block, torch.cat(halves(0))).backward()
+        done["tp", name] = {of: whole(p.grad) for of, p in block.named_parameters()}
+    planned = parallelize_module(model(PLANS["SWITCHBACK"])[0], mesh, ways)
+    try:
+        planned(halves(0)[0])
+    except NotImplementedError as error:
+        done["tp", "refused"] = str(error)
+    return done
 
 
 HOW = ("ddp", "fsdp2", "fsdp2 bf16")
@@ -213,3 +235,12 @@ def test_scaled_by_row_two_processes_are_one_batch(runs: Runs, name: str) -> Non
         assert sum(one["losses"][0] for one in got) / WORLD == pytest.approx(float(loss.detach()), rel=1e-6)
         for mine, p in zip(got[0]["gradients"][0], made.parameters(), strict=True):
             assert float((mine - p.grad).norm()) <= 1e-5 * float(p.grad.norm())
+
+
+def test_tensor_parallelism_holds_what_is_on_a_rank_and_takes_no_plan(runs: Runs) -> None:
+    for plain, held in zip(runs("tp", "plain"), runs("tp", "held"), strict=True):
+        for name in ("norm.weight", "up.weight", "down.weight"):
+            noise = (held[name] - plain[name]).norm() / plain[name].norm()
+            assert 1e-4 < noise < 2.0**-5, name  # rounded to codes of e4m3
+    for said in runs("tp", "refused"):
+        assert said.startswith("weight and input must be whole in the pass, as under DDP and FSDP2, got a DTensor")

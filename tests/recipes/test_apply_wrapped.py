@@ -89,7 +89,7 @@ def test_a_sharded_model_is_refused_where_a_parameter_would_be_cast() -> None:
         model = nn.Sequential(nn.Linear(16, 16)).to(dtype)
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
         if dtype == torch.float32:
-            said = r"^0\.weight must be torch\.bfloat16 before fully_shard, got torch\.float32: "
+            said = r"^0\.weight must be torch\.bfloat16 before it is sharded, got torch\.float32: "
             with pytest.raises(ValueError, match=said):
                 recipe.apply(model, lr=1e-3)
             continue

@@ -97,6 +97,11 @@ def _nested(input: Any, run: Callable[[Tensor], Tensor]) -> Tensor:
 def _check(input: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, averages: Tensor | None) -> None:
     """Refuse tensors that do not match. Kernels take addresses: they would read beyond the end."""
     check_instance("plan", plan, LinearPlan, "narrowgauge.linear.SWITCHBACK")
+    if hasattr(weight, "device_mesh") or hasattr(input, "device_mesh"):
+        raise NotImplementedError(
+            "weight and input must be whole in the pass, as under DDP and FSDP2, got a DTensor: tensor parallelism "
+            "takes no layers with a plan; leave those that it cuts out with swap_linears(keep=...)"
+        )
     if not input.is_floating_point():
         raise ValueError(f"input must have a float dtype, got {input.dtype}")
     if weight.dim() != 2:

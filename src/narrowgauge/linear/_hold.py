@@ -42,7 +42,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.parametrize import is_parametrized
 
 from narrowgauge._arguments import check_choice
-from narrowgauge._torch_private import packs
+from narrowgauge._torch_private import local_tensor, packs
 from narrowgauge.linear._matmuls import make_schedule
 from narrowgauge.linear._module import LowPrecisionConv1D, PlannedModule, planned_class
 from narrowgauge.linear._ops import operations
@@ -279,7 +279,8 @@ class _Holding:
             return run(*args, **kwargs)
         hook: _Watch = _Watch()
         if how != "watched":
-            normed = args[0] if how == "norm" and args and type(args[0]) is Tensor else None
+            first = _local(args[0]) if how == "norm" and args else None
+            normed = first if type(first) is Tensor else None
             made = any(map(is_parametrized, self.modules()))
             hook = _Pack(self._format, list(self.parameters()), made, normed)
         with saved_tensors_hooks(hook, _unpack):
@@ -332,11 +333,15 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A tensor that is held: its rows; the sizes of its dimensions in the order of memory, and that order."""
+    """A tensor that is held: its rows; the sizes of its dimensions in the order of memory, and that order.
+
+    Of a DTensor that is the part on this rank, and `whole` makes it a DTensor again.
+    """
 
     rows: _Rows
     shape: torch.Size
     order: list[int]
+    whole: Callable[[Tensor], Tensor] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,8 +360,9 @@ class _Watch:
     """Saves tensors as they are, and remembers their storages."""
 
     def __call__(self, x: Tensor) -> _Kept | _Held:
-        if type(x) is Tensor and x.dtype in _WIDE:
-            _seen[x.untyped_storage()] = None
+        here = _local(x)
+        if type(here) is Tensor and here.dtype in _WIDE:
+            _seen[here.untyped_storage()] = None
         return _kept(x)
 
 
@@ -375,26 +381,27 @@ class _Pack(_Watch):
     ) -> None:
         self.format = format
         # One of another class than torch's keeps its numbers elsewhere. `functional_call` brings plain tensors.
-        self.parameters = [p for p in parameters if type(p) in (nn.Parameter, Tensor)]
+        self.parameters = [p for p in map(_local, parameters) if type(p) in (nn.Parameter, Tensor)]
         # Then a parameter that is saved in its own dtype is itself, and not made from another.
         self.plain = len(self.parameters) == len(parameters) and not made
         # Not the input itself, which would live as long as the graph does.
         self.normed = None if normed is None else weakref.ref(normed.untyped_storage())
         self.halves = normed.dtype if normed is not None and normed.element_size() == 2 else torch.bfloat16
 
-    def __call__(self, x: Tensor) -> _Kept | _Held:
+    def __call__(self, given: Tensor) -> _Kept | _Held:
+        x = _local(given)
         if type(x) is not Tensor or x.dtype not in _WIDE or x.dim() < 2:
-            return _kept(x)
+            return _kept(given)
         storage, form = x.untyped_storage(), self._form(x)
         if any(storage is p.untyped_storage() for p in self.parameters):
-            return _kept(x)
+            return _kept(given)
         known = _seen.setdefault(storage, weakref.WeakValueDictionary())
         order = _by_memory(x)
         dense = x.detach().permute(order)
         trailing = _trailing(dense.shape)
         expanded = storage.nbytes() < x.numel() * x.element_size()
         if known is None or form is None or not trailing or dense.stride(-1) != 1 or expanded or self._is_copy(x):
-            return super().__call__(x)
+            return super().__call__(given)
         width = math.prod(dense.shape[-trailing:])
         layout = None if dense.is_contiguous() else (x.shape, x.stride())
         key = x.storage_offset(), x.numel(), width, layout, x.dtype, x._version, form
@@ -402,7 +409,7 @@ class _Pack(_Watch):
         found = known.get(key) if x.requires_grad or x.is_cuda else None
         if found is None:
             found = known[key] = _Rows(dense.reshape(-1, width).contiguous(), form)
-        return _Held(found, dense.shape, order)
+        return _Held(found, dense.shape, order, _whole(given) if hasattr(given, "device_mesh") else None)
 
     def _form(self, x: Tensor) -> Format | torch.dtype | None:
         """What a tensor is held in; None for what it is in."""
@@ -415,6 +422,18 @@ class _Pack(_Watch):
     def _is_copy(self, x: Tensor) -> bool:
         """Whether a tensor may be a parameter in another form: by its shape, where nothing else can tell."""
         return any(x.shape == p.shape and not (self.plain and x.dtype == p.dtype) for p in self.parameters)
+
+
+def _local(x: Any) -> Tensor:
+    """A tensor itself, or the part of a DTensor on this rank."""
+    here = local_tensor(x)
+    return cast(Tensor, here.wait() if hasattr(here, "wait") else here)  # for a collective that is still running
+
+
+def _whole(x: Any) -> Callable[[Tensor], Tensor]:
+    """What makes the part on this rank a DTensor like x."""
+    made = partial(type(x).from_local, run_check=False, shape=x.shape, stride=x.stride())
+    return partial(made, device_mesh=x.device_mesh, placements=x.placements)
 
 
 def _kept(x: Tensor) -> _Kept:
@@ -446,7 +465,8 @@ def _unpack(saved: _Kept | _Held) -> Tensor:
     if isinstance(saved, _Held):
         # `argsort` of an order is the way back.
         back = sorted(range(len(saved.order)), key=saved.order.__getitem__)
-        return saved.rows.values().reshape(saved.shape).permute(back)
+        here = saved.rows.values().reshape(saved.shape).permute(back)
+        return here if saved.whole is None else saved.whole(here)
     x = saved.x
     if x._version != saved.version:  # torch looks only where no hook is
         raise RuntimeError(

@@ -349,8 +349,8 @@ def plan_param(rule: Rule, group: Mapping[str, Any], p: Tensor, name: str, index
             storage = state_storage("fp32")
         if storage.whole and shard is not None:
             raise ValueError(
-                f"states must not be {storage.name!r} for {slot.name!r} of a sharded parameter, whose ranks hold "
-                f"parts of rows or columns, got {name}"
+                f"states must not be {storage.name!r} for {slot.name!r} of {name}, which is sharded: ranks hold "
+                "parts of its rows or columns"
             )
         if strict and slot in active and not storage.rounded:
             raise ValueError(f"states must be stored in floats for arithmetic='strict', got {storage.name!r}")

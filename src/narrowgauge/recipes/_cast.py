@@ -80,7 +80,7 @@ def _other_dtypes(
 def check_cast(
     model: nn.Module, dtype: torch.dtype, keep: Iterable[int], trained: Iterable[tuple[str, nn.Parameter]]
 ) -> None:
-    """Refuse to cast what `DistributedDataParallel` or `fully_shard` have taken in as it is.
+    """Refuse to cast what `DistributedDataParallel` has taken in as it is, or what is sharded.
 
     The one would go on with the gradients of before, so that ranks train apart, the other with the old shards.
 
@@ -96,8 +96,8 @@ def check_cast(
     for name, p in model.named_parameters():
         if p in becomes and is_shared(p):
             raise ValueError(
-                f"{name} must be {becomes[p]} before fully_shard, got {p.dtype}: cast the model with "
-                "narrowgauge.recipes.cast, shard it, then apply the recipe"
+                f"{name} must be {becomes[p]} before it is sharded, got {p.dtype}: cast the model with "
+                "narrowgauge.recipes.cast, shard it (fully_shard, parallelize_module), then apply the recipe"
             )
 
 
