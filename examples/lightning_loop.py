@@ -43,6 +43,8 @@ parser.add_argument("--text", help="a text file", required="--smoke" not in sys.
 parser.add_argument("--out", default="lightning-run")
 parser.add_argument("--smoke", action="store_true")
 given = parser.parse_args()
+if Path(given.out, "gauges.jsonl").exists():
+    parser.error(f"{given.out} has a training; to train anew, give another folder: --out")
 
 text = b"a made text. " * 200 if given.smoke else Path(given.text).read_bytes()
 length, steps = (32, 10) if given.smoke else (512, 2000)

@@ -56,4 +56,7 @@ options = {"recipe": "adamw8bit-split8", "args": args, "linear": "SWITCHBACK:e4m
 trainer = Trainer(model, args, train_dataset=data, optimizer_cls_and_kwargs=(RecipeFactory, options))
 resume = Path(given.out).is_dir() and get_last_checkpoint(given.out)
 result = trainer.train(resume_from_checkpoint=resume or None)
-print(f"{model.dtype}, mean loss {result.training_loss:.3f}")
+if resume and resume.endswith(f"-{result.global_step}"):
+    print(f"the training in {given.out} has ended; to train anew, give another folder: --out")
+else:
+    print(f"{model.dtype}, mean loss {result.training_loss:.3f}")

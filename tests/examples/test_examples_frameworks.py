@@ -39,6 +39,7 @@ def test_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "plan='SWITCHBACK: e4m3'" in repr(made["model"])
     again = run("trainer.py", tmp_path)
     assert again["resume"].endswith("checkpoint-16")
+    assert "has ended; to train anew, give another folder: --out" in capsys.readouterr().out
     for p, q in zip(made["model"].parameters(), again["model"].parameters(), strict=True):
         assert torch.equal(p, q)
 
@@ -54,6 +55,9 @@ def test_lightning_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert made["trainer"].callback_metrics["loss"] < 5  # of log 256 = 5.5
     assert "plan='SWITCHBACK: e4m3'" in repr(made["module"])
     assert (tmp_path / "out" / "gauges.jsonl").is_file()
+    with pytest.raises(SystemExit, match=r"^2$"):
+        run("lightning_loop.py", tmp_path)
+    assert "has a training; to train anew, give another folder: --out" in capsys.readouterr().err
 
 
 def shard(rank: int, folder: Path) -> None:

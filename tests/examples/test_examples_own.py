@@ -56,6 +56,9 @@ def test_own_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "the optimizer keeps 307 kB, 3.09 bytes a parameter" in out
     rows = read_records(tmp_path / "gauges.jsonl")
     assert [row["step"] for row in rows if row["kind"] == "update" and row["name"] == ""] == [10, 20, 30]
+    with pytest.raises(SystemExit, match=r"^2$"):
+        run("own_loop.py", "--out", str(tmp_path))
+    assert "has a training; to train anew, give another folder: --out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["own_loop.py", "fsdp2.py"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from forked import run_ranks
-from narrowgauge import gauges, linear, optim
+from narrowgauge import gauges, linear, optim, recipes
 
 lightning = pytest.importorskip("lightning", reason="needs the package lightning")
 
+from lightning.pytorch.callbacks import EMAWeightAveraging  # noqa: E402
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
 
@@ -281,3 +283,81 @@ def test_fsdp2_by_lightning_trains_as_one_process_does_and_resumes_to_the_same_b
     run_ranks(shard, 2, tmp_path)
     ended, (alone, _) = torch.load(tmp_path / "end.pt"), fit_wide(2)
     assert all(torch.equal(ended[name], p) for name, p in alone.layers.named_parameters())
+
+
+# Averages of the weights
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "lightning.md"
+DECAY = 1 - 2**-7  # torch multiplies bf16 weights by 1 - decay: a power of two rounds nothing
+
+
+def guides_average() -> Any:
+    """The subclass on the page."""
+    (block,) = re.findall(r"^```py\n([^`]*class Average\b.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    space: dict[str, Any] = {}
+    exec(block, space)
+    return space["Average"]
+
+
+class Averaged(Module):
+    def setup(self, stage: str) -> None:
+        recipes.cast(self, torch.bfloat16)
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+        return super().training_step([batch[0].bfloat16()], index)
+
+    def validation_step(self, batch: list[torch.Tensor], index: int) -> None:
+        pass
+
+
+class Reference(lightning.Callback):  # type: ignore[misc, name-defined]
+    """The average in float64, and where it began."""
+
+    average: torch.Tensor | None = None
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        now = weights(module).double()
+        if self.average is None:
+            self.start = self.average = now
+        self.average = self.average.lerp(now, 1 - DECAY)
+
+
+def averaged(callback: Any, folder: Path, rank: int | None = None, **arguments: Any) -> tuple[torch.Tensor, float]:
+    """The weights at the end, and how far the checkpoint's average is from one in float64, of the way it went."""
+    exact, module = Reference(), Averaged(False)
+    run = trainer(2, val_check_interval=2, callbacks=[callback(decay=DECAY), exact], **arguments)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows(rank).dataset.tensors[0][:, :8]), 2)
+    run.fit(module, loader, loader)
+    run.save_checkpoint(folder / "end.ckpt")
+    saved = torch.load(folder / "end.ckpt")["state_dict"]
+    average = torch.cat([saved[name].reshape(-1) for name, _ in module.named_parameters()])
+    assert average.dtype == torch.float32
+    assert torch.equal(weights(module), average.bfloat16())
+    assert exact.average is not None
+    return weights(module), ((average - exact.average).norm() / (exact.average - exact.start).norm()).item()
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "32-true"])
+def test_the_guides_average_is_that_of_float64_and_lightnings_is_not(tmp_path: Path, precision: str) -> None:
+    """In "32-true" `setup` casts: after the callback's copy, and before the optimizer is made."""
+    assert averaged(guides_average(), tmp_path, precision=precision)[1] < 1e-4
+    assert averaged(EMAWeightAveraging, tmp_path, precision=precision)[1] > 0.05
+
+
+def average_on_ranks(rank: int, folder: Path) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"TORCHELASTIC_RUN_ID": "0", "GROUP_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'ranks'}", rank=rank, world_size=2)
+    arguments = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
+    ended, error = averaged(guides_average(), folder, rank, **arguments)
+    assert error < 1e-4
+    everywhere = [torch.empty_like(ended) for _ in range(2)]
+    dist.all_gather(everywhere, ended)
+    assert torch.equal(*everywhere)
+    dist.destroy_process_group()
+
+
+def test_a_cast_in_setup_comes_before_ddp_wraps_the_module(tmp_path: Path) -> None:
+    run_ranks(average_on_ranks, 2, tmp_path)

@@ -118,6 +118,17 @@ def test_an_argument_that_is_none_is_the_optimizers_own() -> None:
     assert optimizer.param_groups[0]["eps"] == ng.optim.StableAdamW([torch.zeros(1)]).defaults["eps"]
 
 
+@pytest.mark.parametrize("rate", [{"lr": 1e-3}, {}], ids=["a rate", "none"])
+def test_adafactor_goes_as_far_as_timms(rate: dict[str, float]) -> None:
+    moved = []
+    for name in ("adafactor", "ngadafactor"):
+        model, start = vit(), vit()
+        train(model, create_optimizer_v2(model, name, **rate))
+        pairs = zip(model.parameters(), start.parameters(), strict=True)
+        moved.append(torch.cat([(p - q).detach().flatten() for p, q in pairs]).norm().item())
+    assert moved[1] == pytest.approx(moved[0], rel=0.05)
+
+
 @pytest.mark.parametrize("named", [False, True], ids=["parameters", "named"])
 def test_muon_gets_matrices_and_adamw_the_rest(monkeypatch: pytest.MonkeyPatch, named: bool) -> None:
     given: dict[str, Any] = {}

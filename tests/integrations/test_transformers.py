@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fitted_recipes import GPT
+from libraries import library
 from narrowgauge import gauges, linear, optim, recipes
 
 pytest.importorskip("accelerate", reason="Trainer needs the package accelerate")
@@ -242,6 +243,13 @@ def test_autocast_beside_a_cast_model_is_warned_of(tmp_path: Path) -> None:
         RecipeFactory()(model(), training_arguments(tmp_path, bf16=True), recipe="adamw8bit-split8")
 
 
+def test_the_optimizer_of_the_arguments_beside_a_recipe_is_warned_of(tmp_path: Path) -> None:
+    for arguments in ({"optim": "sgd"}, {"optim_args": "eps=1e-3"}):
+        with pytest.warns(UserWarning, match=r"^args.optim and args.optim_args are ignored: leave them out"):
+            RecipeFactory()(model(), training_arguments(tmp_path, **arguments), recipe="adamw8bit-split8")
+    RecipeFactory()(model(), training_arguments(tmp_path, optim="adamw_torch"), recipe="adamw8bit-split8")
+
+
 def test_the_factory_refuses_what_would_train_something_else() -> None:
     network, make = model(), RecipeFactory()
     with pytest.raises(ValueError, match=r"^lr must be given, or args=TrainingArguments\(\.\.\.\)"):
@@ -286,6 +294,42 @@ def test_adapters_and_the_output_layer_under_them_are_kept() -> None:
     assert sorted(name.rpartition("model.")[2] for name in report.kept) == [
         "lm_head", "transformer.h.0.mlp.c_fc.lora_A.default", "transformer.h.0.mlp.c_fc.lora_B.default",
     ]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft calls it
+def test_the_guides_lines_bring_back_the_best_adapters_with_their_low_words(tmp_path: Path) -> None:
+    peft = library("peft")
+    page = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "trainer.md").read_text()
+    low_words, adapters = re.findall(r"^```py\n(best = .*?)^```", page, re.MULTILINE | re.DOTALL)
+    kept = {}
+
+    class Keep(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any, **others: Any) -> None:
+            kept[state.global_step] = [w.clone() for w in optimizer.optimizer.full_weights().values()]
+
+    given = training_arguments(
+        tmp_path, learning_rate=0.01, eval_strategy="steps", eval_steps=STEPS // 2, metric_for_best_model="loss",
+        greater_is_better=True,
+    )  # fmt: skip
+    network = peft.get_peft_model(
+        model().float(), peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
+    )
+    chosen = (RecipeFactory, {"recipe": "adamw8bit-split8", "args": given})
+    run = transformers.Trainer(
+        network,
+        given,
+        train_dataset=texts(),
+        eval_dataset=texts(),
+        callbacks=[Keep()],
+        optimizer_cls_and_kwargs=chosen,
+    )
+    run.train()
+    exec(adapters + low_words, {"trainer": run, "peft": peft, "torch": torch})
+    assert run.state.best_global_step == STEPS // 2  # the loss falls, and here more is better
+    converted, _ = recipes.to_torch(run.model, run.optimizer)
+    trained = [p for p in converted.parameters() if p.requires_grad]
+    assert all(torch.equal(*pair) for pair in zip(trained, kept[STEPS // 2], strict=True))
+    assert not all(torch.equal(*pair) for pair in zip(trained, kept[STEPS], strict=True))
 
 
 def test_the_guides_line_switches_a_script_that_trains_with_trainer(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ its name in small letters: ``ngadamw``, ``ngadamw8bit``, ``nglion8bit``; `Collag
 An entry of the registry says whether an optimizer takes `eps` and `betas`: that is read from its constructor. It
 also says whether timm sets a momentum, and which defaults: these are those of timm's optimizer of the same rule,
 such as Nesterov momentum for ``ngsgd`` and eps 1e-8 for ``ngadagrad``. So a script that changes ``sgd`` to
-``ngsgd`` keeps its hyperparameters.
+``ngsgd`` keeps its hyperparameters. timm's ``adafactor`` does not multiply a given learning rate by a weight's root
+mean square; ``ngadafactor`` has eps (None, 1.0), and so multiplies only where that is above 1.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _info(optimizer: type[optim.NarrowOptimizer]) -> OptimInfo:
     defaults = namesake.defaults or {} if namesake is not None else {}
     return OptimInfo(
         name=_NAMES.get(optimizer.__name__, f"ng{optimizer.__name__.lower()}"),
-        opt_class=_without_nones(optimizer),
+        opt_class=_without_nones(_adafactor if optimizer is optim.Adafactor else optimizer),
         description=f"narrowgauge: {(optimizer.__doc__ or '').partition('.')[0]}",
         has_eps="eps" in arguments,
         # With True timm sets a momentum of 0.9, which would switch that of AdaGrad on.
@@ -67,6 +68,13 @@ def _without_nones(make: Callable[..., optim.NarrowOptimizer]) -> Callable[..., 
         return make(params, **{name: value for name, value in arguments.items() if value is not None})
 
     return made
+
+
+def _adafactor(params: Any, **arguments: Any) -> optim.NarrowOptimizer:
+    """A given learning rate is not relative to the weight, as in timm's Adafactor; the default one is in both."""
+    if "lr" in arguments:
+        arguments.setdefault("eps", (None, 1.0))
+    return optim.Adafactor(params, **arguments)
 
 
 # Muon takes matrices. timm gives an optimizer all parameters of a model; its own Muon updates the others by AdamW.

@@ -74,6 +74,8 @@ class RecipeFactory:
         if args is not None and (args.bf16 or args.fp16) and chosen.dtype != torch.float32:
             what = "args.bf16 and args.fp16 switch on autocast: leave them out, the recipe casts the model"
             warn(what)
+        if args is not None and (args.optim not in ("adamw_torch", "adamw_torch_fused") or args.optim_args):
+            warn("args.optim and args.optim_args are ignored: leave them out, the recipe makes the optimizer")
         if lr is not None:
             given["lr"] = lr
         if "lr" not in given:
