@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -70,6 +71,13 @@ def test_rows(shape: tuple[int, int], pair: tuple[torch.dtype, str], nonfinite: 
         assert same(codes, wanted.codes)
         assert same(scale, wanted.scale)
         assert summed(total, x) if sums else total is None
+
+
+def test_a_tile_of_rows_has_as_many_codes_as_an_instruction_makes() -> None:
+    """Compilers refuse fewer than four; the interpreter does not."""
+    for rows, columns in itertools.product(range(1, 9), range(1, 40)):
+        height, first, second, _ = _rows.layout(rows, columns, False)
+        assert height * first % 4 == height * second % 4 == 0, (rows, columns)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -176,6 +176,7 @@ def layout(rows: int, columns: int, sums: bool) -> tuple[int, int, int, int]:
     first, second = pieces(columns)
     elements, each = (_TILE // 2, _EACH // 2) if sums else (_TILE, _EACH)
     height = min(power_above(max(1, elements // (first + second))), power_above(rows))
+    height = max(height, 4 // first)  # an instruction makes up to four codes
     warps = min(16, 1 << (max(1, height * (first + second) // (32 * each)).bit_length() - 1))
     return height, first, second, warps
 
