@@ -406,7 +406,9 @@ def facts(results: Results) -> dict[str, str]:
     first = [run["validation_loss"] for run in found.runs(REFERENCE) if run["seed"] < 2]
     named["loss_two"] = f"{statistics.fmean(first):.4f}"
     rates = {name: each for name in names(results) if (each := speeds(results, name))}
-    named |= {f"slower_{place_of(name)}": percent(1 - min(each) / max(each)) for name, each in rates.items()}
+    slower = {name: 1 - min(each) / max(each) for name, each in rates.items()}
+    named |= {f"slower_{place_of(name)}": percent(share) for name, share in slower.items()}
+    named |= {"slower_next": percent(sorted(slower.values())[-2])} if len(slower) > 1 else {}
     trains = [row["name"] for row in results["rows"] if "of" not in row and row["name"] != REFERENCE]
     early = [
         apart for name in trains for line in _lines(results, name) for at, apart in line
@@ -463,6 +465,9 @@ def facts(results: Results) -> dict[str, str]:
             named |= {f"widened_{which}_{key}": f"{step:,}" for which, step in at.items()}
             named[f"widened_{key}"] = str(len(widened))
     named["cloze_stuck"] = span([run["tasks"]["cloze"]["right"] for run in _stuck(results)], percent)
+    right = [[100 * run["tasks"]["brackets"]["right"] for run in found.runs(name)] for name in trains]
+    named["brackets_seeds"] = f"{max(max(each) - min(each) for each in right):.1f}"
+    named["brackets_all"] = f"{max(map(max, right)) - min(map(min, right)):.1f}"
     for stuck in _stuck(results):
         key, (step, loss) = place_of(stuck["row"]), _turn(stuck)
         named |= {f"turn_{key}": f"{step:,}", f"turn_loss_{key}": f"{loss:.1f}"}

@@ -135,8 +135,8 @@ def left_out(results: Results, who: Callable[[Results], str] | None = None) -> s
     """How many runs there are not, and why others failed, each named by a function of the run."""
     left = len(results["unfinished"])
     many = "1 run was" if left == 1 else f"{left} runs were"
-    notes = [f"{many} left out for want of time."] if left else ["All runs were made."]
     failed = [run for run in results["runs"] if "failed" in run] if who else []
+    notes = [f"{many} left out for want of time."] if left else [] if failed else ["All runs were made."]
     return " ".join([*notes, *(f"{who(run)} failed: {run['failed']}." for run in failed)])
 
 
