@@ -77,7 +77,8 @@ class StepRms:
                 continue
             rows = BlockSample.of_view(view, index)
             before = view.second_moment(rows.of)
-            if before is not None:
+            # A rank with nothing of it may have to help others to the gradient that is cut as the parameter is.
+            if before is not None or not view.p.numel():
                 self._before[p] = rows, before
                 if getattr(self._optimizer, "in_backward", None) is not None:
                     self._hooks.append(p.register_hook(partial(self._copy_gradient, p)))  # type: ignore[no-untyped-call]
@@ -113,25 +114,26 @@ class StepRms:
             grad = self._grads.get(p)
             if grad is None and view.grad is not None:
                 grad = rows.of(view.grad)
-            sums = before.ratio_sums(view, grad, inverse) if grad is not None else None
+            sums = before.ratio_sums(view, grad, inverse) if None not in (before, grad) else None
             if sums is not None:
                 yield [p], sums[None] * (rows.elements / before.elements)
 
     def _of_group(self, group: Mapping[str, Any]) -> Iterable[tuple[list[Tensor], Tensor]]:
         rule, state = rule_of(self._optimizer, group), self._optimizer.state
-        devices: dict[torch.device, dict[Tensor, Tensor]] = {}
+        devices: dict[torch.device, dict[Tensor, tuple[Tensor, Tensor]]] = {}
         for p in group["params"]:
-            if p in self._index and p.grad is not None and not p.is_complex():
+            if rule is None or p not in self._index or p.grad is None or p.is_complex():
+                continue
+            found = moments_of(group, state.get(p, {}))
+            if "v" in found:
                 grad = flat_gradient(p, p.grad)
                 if grad.numel():
-                    devices.setdefault(grad.device, {})[p] = grad
+                    devices.setdefault(grad.device, {})[p] = grad, flat(found["v"])
         for some in devices.values():
-            ps, grads = list(some), list(some.values())
-            moments = [moments_of(group, state.get(p, {})) for p in ps]
-            if rule is None or not all("v" in of for of in moments):
-                continue
+            assert rule is not None
+            ps, grads, moments = list(some), *map(list, zip(*some.values(), strict=True))
             scalars = scalars_of(rule, group, [state[p] for p in ps], grads[0].device)
-            sums = self._ratios(rule, scalars, grads, [flat(of["v"]) for of in moments])
+            sums = self._ratios(rule, scalars, grads, moments)
             yield ps, unless_skipped(sums, self._found_inf)
 
     def _ratios(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -93,14 +93,14 @@ class _Batch:
         rule: None if not known.
         ps: the parameters.
         moments: of each parameter, by slot; empty dicts without a rule.
-        grads: of each parameter, flat; samples where the step writes over the gradient.
+        grads: of each parameter, flat, made when they are needed; samples where the step writes over the gradient.
     """
 
     group: Mapping[str, Any]
     rule: rules.Rule | None
     ps: list[Tensor]
     moments: list[dict[str, Any]]
-    grads: list[Tensor]
+    grads: list[Tensor] = field(default_factory=list)
 
 
 class MeasuredAround:
@@ -163,13 +163,14 @@ class MeasuredAround:
                 moments = moments_of(group, self._optimizer.state.get(p, {})) if rule is not None else {}
                 known = rule if needed == set(moments) else None  # a parameter that was not stepped has no moments
                 key = (number, p.device, known, tuple(moments))
-                batch = found.setdefault(key, _Batch(group, known, [], [], []))
+                batch = found.setdefault(key, _Batch(group, known, [], []))
                 batch.ps.append(p)
                 batch.moments.append(moments if known is not None else {})
-                batch.grads.append(self._grads[p] if p in self._grads else flat_gradient(p, p.grad))
         return list(found.values())
 
     def _sums(self, batch: _Batch) -> Tensor:
+        grads = [self._grads[p] if p in self._grads else flat_gradient(p, p.grad) for p in batch.ps]
+        batch = replace(batch, grads=grads)
         sums = self._by_kernels(batch)
         if sums is None:
             parts = [
