@@ -17,12 +17,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import narrowgauge as ng
 from forked import run_ranks
-from narrowgauge.linear import LinearPlan, LowPrecisionLinear, hold_activations, swap_linears
+from narrowgauge.linear import LinearPlan, LowPrecisionLinear, hold_activations, linear, swap_linears
+from narrowgauge.linear._plan import named_plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have: in bf16 the order of sums is seen
 WORLD, BATCH, DIM, STEPS = 2, 12, 32, 3
@@ -112,8 +118,55 @@ def on_a_rank(rank: int, world: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
+class Pair(nn.Module):
+    """Two layers, as tensor parallelism cuts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 64), nn.Linear(64, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def by_hand(pair: Pair, x: Tensor, plan: LinearPlan) -> Tensor:
+    """What the ranks compute, in one process."""
+    found, x = [], pair.norm(x)
+    for rank in range(WORLD):
+        up, bias = (p.chunk(WORLD)[rank] for p in (pair.up.weight, pair.up.bias))
+        inner = nn.functional.gelu(linear(x, up, bias, plan))
+        down = pair.down.weight.chunk(WORLD, 1)[rank]
+        found.append(linear(inner, down, pair.down.bias if rank == 0 else pair.down.bias * 0, plan))
+    return sum(found[1:], found[0])
+
+
+PARTS = (
+    "SWITCHBACK:e4m3", "SWITCHBACK_M", "SWITCHBACK_Q", "LLM_INT8", "TENSORWISE_FP8", "BLOCKWISE_FP8",
+    "HIGH_PRECISION",
+)  # fmt: skip
+
+
+def planned_in_parts(name: str, sequence: bool, compiled: bool = False) -> list[tuple[Tensor, Tensor]]:
+    """Output and gradients under tensor parallelism, beside those by hand."""
+    pair, alone = Pair(), Pair()
+    swap_linears(pair, name)
+    ways: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    if sequence:
+        ways |= {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1))}
+    parallelize_module(pair, init_device_mesh("cpu", (WORLD,)), ways)
+    x = torch.randn(BATCH, 6, DIM, generator=torch.Generator().manual_seed(1))
+    ran = torch.compile(pair) if compiled else pair
+    y = ran(x.chunk(WORLD, 1)[dist.get_rank()] if sequence else x)
+    wanted = by_hand(alone, x, named_plan(name))
+    y.square().mean().backward()
+    wanted.square().mean().backward()
+    pairs = zip(pair.parameters(), alone.parameters(), strict=True)
+    return [(whole(y.detach()), wanted.detach()), *((whole(p.grad), q.grad) for p, q in pairs)]
+
+
 def in_parts() -> dict[tuple[str, str], Any]:
-    """Under tensor parallelism: gradients without and with held activations, and what a plan's layer says."""
+    """Under tensor parallelism: gradients without and with held activations."""
     mesh, ways = init_device_mesh("cpu", (WORLD,)), {"up": ColwiseParallel(), "down": RowwiseParallel()}
     done: dict[tuple[str, str], Any] = {}
     for name in ("plain", "held"):
@@ -124,11 +177,9 @@ def in_parts() -> dict[tuple[str, str], Any]:
         parallelize_module(block, mesh, ways)
         loss_of(block, torch.cat(halves(0))).backward()
         done["tp", name] = {of: whole(p.grad) for of, p in block.named_parameters()}
-    planned = parallelize_module(model(PLANS["SWITCHBACK"])[0], mesh, ways)
-    try:
-        planned(halves(0)[0])
-    except NotImplementedError as error:
-        done["tp", "refused"] = str(error)
+    for number, name in enumerate(PARTS):
+        done["tp", name] = planned_in_parts(name, sequence=number % 2 == 0)
+    done["tp", "compiled"] = planned_in_parts("SWITCHBACK", sequence=True, compiled=True)
     return done
 
 
@@ -237,10 +288,15 @@ def test_scaled_by_row_two_processes_are_one_batch(runs: Runs, name: str) -> Non
             assert float((mine - p.grad).norm()) <= 1e-5 * float(p.grad.norm())
 
 
-def test_tensor_parallelism_holds_what_is_on_a_rank_and_takes_no_plan(runs: Runs) -> None:
+def test_tensor_parallelism_holds_what_is_on_a_rank(runs: Runs) -> None:
     for plain, held in zip(runs("tp", "plain"), runs("tp", "held"), strict=True):
         for name in ("norm.weight", "up.weight", "down.weight"):
             noise = (held[name] - plain[name]).norm() / plain[name].norm()
             assert 1e-4 < noise < 2.0**-5, name  # rounded to codes of e4m3
-    for said in runs("tp", "refused"):
-        assert said.startswith("weight and input must be whole in the pass, as under DDP and FSDP2, got a DTensor")
+
+
+@pytest.mark.parametrize("name", [*PARTS, "compiled"])
+def test_tensor_parallelism_multiplies_the_parts_by_the_plan(runs: Runs, name: str) -> None:
+    for rank in runs("tp", name):
+        for got, wanted in rank:
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)

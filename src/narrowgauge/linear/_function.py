@@ -25,6 +25,7 @@ from narrowgauge._arguments import check_instance
 from narrowgauge.linear._matmuls import Matmuls, Wants
 from narrowgauge.linear._ops import CUDA, operations
 from narrowgauge.linear._plan import LinearPlan
+from narrowgauge.linear._tensor_parallel import on_parts
 from narrowgauge.storage import Float8Weight
 
 Result = TypeVar("Result")
@@ -45,7 +46,7 @@ def linear(
     """`torch.nn.functional.linear` by a plan.
 
     Args:
-        input: (..., in_features); nested tensors too.
+        input: (..., in_features); nested tensors too, and DTensors with those of tensor parallelism.
         weight: (out_features, in_features), of input's dtype unless autocast is on.
         bias: (out_features,) or None.
         plan: the plan.
@@ -62,6 +63,8 @@ def linear(
     """
     if input.is_nested:
         return _nested(input, lambda rows: linear(rows, weight, bias, plan, averages))
+    if hasattr(weight, "device_mesh") or hasattr(input, "device_mesh"):
+        return on_parts(lambda x, w, b: linear(x, w, b, plan, averages), input, weight, bias)
     _check(input, weight, bias, plan, averages)
     device = input.device.type
     if _autocast(device) and input.dtype != torch.float64:  # which autocast does not change
@@ -97,11 +100,6 @@ def _nested(input: Any, run: Callable[[Tensor], Tensor]) -> Tensor:
 def _check(input: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, averages: Tensor | None) -> None:
     """Refuse tensors that do not match. Kernels take addresses: they would read beyond the end."""
     check_instance("plan", plan, LinearPlan, "narrowgauge.linear.SWITCHBACK")
-    if hasattr(weight, "device_mesh") or hasattr(input, "device_mesh"):
-        raise NotImplementedError(
-            "weight and input must be whole in the pass, as under DDP and FSDP2, got a DTensor: tensor parallelism "
-            "takes no layers with a plan; leave those that it cuts out with swap_linears(keep=...)"
-        )
     if not input.is_floating_point():
         raise ValueError(f"input must have a float dtype, got {input.dtype}")
     if weight.dim() != 2:
