@@ -288,7 +288,7 @@ class Collective:
             for index, where, columns in cells:
                 table[index, where] = columns.to(device, torch.float64, non_blocking=device.type != "cpu")
             summed = torch.where(exchange.counts, table, 0.0)
-            summed[:, FLAGS] = table[:, FLAGS]  # of any rank, whoever counts
+            summed[:, FLAGS] = table[:, FLAGS]  # every rank's
             for group in exchange.groups:
                 dist.all_reduce(summed, group=group)
             table = torch.where(exchange.members, summed, table)
