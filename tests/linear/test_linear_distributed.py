@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -134,23 +134,24 @@ def by_hand(pair: Pair, x: Tensor, plan: LinearPlan) -> Tensor:
     """What the ranks compute, in one process."""
     found, x = [], pair.norm(x)
     for rank in range(WORLD):
+        averages = [torch.zeros(3) if plan.tensor_absmax == "average" else None for _ in range(2)]
         up, bias = (p.chunk(WORLD)[rank] for p in (pair.up.weight, pair.up.bias))
-        inner = nn.functional.gelu(linear(x, up, bias, plan))
+        inner = nn.functional.gelu(linear(x, up, bias, plan, averages[0]))
         down = pair.down.weight.chunk(WORLD, 1)[rank]
-        found.append(linear(inner, down, pair.down.bias if rank == 0 else pair.down.bias * 0, plan))
+        found.append(linear(inner, down, pair.down.bias / WORLD, plan, averages[1]))
     return sum(found[1:], found[0])
 
 
 PARTS = (
     "SWITCHBACK:e4m3", "SWITCHBACK_M", "SWITCHBACK_Q", "LLM_INT8", "TENSORWISE_FP8", "BLOCKWISE_FP8",
-    "HIGH_PRECISION",
+    "HIGH_PRECISION", "averaged",
 )  # fmt: skip
 
 
 def planned_in_parts(name: str, sequence: bool, compiled: bool = False) -> list[tuple[Tensor, Tensor]]:
     """Output and gradients under tensor parallelism, beside those by hand."""
-    pair, alone = Pair(), Pair()
-    swap_linears(pair, name)
+    pair, alone, plan = Pair(), Pair(), PLANS[name] if name in PLANS else named_plan(name)
+    swap_linears(pair, plan)
     ways: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     if sequence:
         ways |= {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1))}
@@ -158,7 +159,7 @@ def planned_in_parts(name: str, sequence: bool, compiled: bool = False) -> list[
     x = torch.randn(BATCH, 6, DIM, generator=torch.Generator().manual_seed(1))
     ran = torch.compile(pair) if compiled else pair
     y = ran(x.chunk(WORLD, 1)[dist.get_rank()] if sequence else x)
-    wanted = by_hand(alone, x, named_plan(name))
+    wanted = by_hand(alone, x, plan)
     y.square().mean().backward()
     wanted.square().mean().backward()
     pairs = zip(pair.parameters(), alone.parameters(), strict=True)
@@ -179,6 +180,11 @@ def in_parts() -> dict[tuple[str, str], Any]:
         done["tp", name] = {of: whole(p.grad) for of, p in block.named_parameters()}
     for number, name in enumerate(PARTS):
         done["tp", name] = planned_in_parts(name, sequence=number % 2 == 0)
+    cut = distribute_tensor(torch.ones(8, 32), mesh, [Shard(1)])
+    try:
+        linear(distribute_tensor(torch.ones(2, 31), mesh, [Replicate()]), cut, None, PLANS["SWITCHBACK"])
+    except ValueError as error:
+        done["tp", "refused"] = str(error)
     done["tp", "compiled"] = planned_in_parts("SWITCHBACK", sequence=True, compiled=True)
     return done
 
@@ -300,3 +306,8 @@ def test_tensor_parallelism_multiplies_the_parts_by_the_plan(runs: Runs, name: s
     for rank in runs("tp", name):
         for got, wanted in rank:
             torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_shapes_of_dtensors_that_do_not_match_are_refused_on_all_ranks(runs: Runs) -> None:
+    for said in runs("tp", "refused"):
+        assert said == "input must have shape (..., 32), got shape (2, 31)"

@@ -63,9 +63,10 @@ def linear(
     """
     if input.is_nested:
         return _nested(input, lambda rows: linear(rows, weight, bias, plan, averages))
-    if hasattr(weight, "device_mesh") or hasattr(input, "device_mesh"):
-        return on_parts(lambda x, w, b: linear(x, w, b, plan, averages), input, weight, bias)
     _check(input, weight, bias, plan, averages)
+    if hasattr(weight, "device_mesh") or hasattr(input, "device_mesh"):
+        own = averages if averages is None else getattr(averages, "to_local", lambda: averages)()
+        return on_parts(lambda x, w, b: linear(x, w, b, plan, own), input, weight, bias)
     device = input.device.type
     if _autocast(device) and input.dtype != torch.float64:  # which autocast does not change
         dtype = torch.get_autocast_dtype(device)

@@ -26,7 +26,7 @@ def on_parts(run: Callable[[Tensor, Tensor, Tensor | None], Tensor], input: Any,
         A DTensor.
 
     Raises:
-        ValueError: if only some of them are DTensors.
+        ValueError: if only some of them are DTensors, and for a weight that is cut in another way.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard  # not in every build of torch
 
@@ -35,14 +35,16 @@ def on_parts(run: Callable[[Tensor, Tensor, Tensor | None], Tensor], input: Any,
             "input, weight and bias must all be DTensors or none, as ColwiseParallel and RowwiseParallel make them"
         )
     last, mesh = input.dim() - 1, weight.device_mesh
-    adds = True  # of the ranks whose outputs are added up, one adds the bias
+    sharing = 1  # ranks whose outputs are added up: each adds a share of the bias, as torch has it
     placed: list[tuple[Any, ...]] = []  # of input, bias and output, and of the gradients of input, weight and bias
     for dim, (of_x, of_w) in enumerate(zip(input.placements, weight.placements, strict=True)):
         if of_w.is_shard(0):
             placed.append((Replicate(), Shard(0), Shard(last), Partial(), of_w, Shard(0)))
         elif of_w.is_shard(1):
             placed.append((Shard(last), Replicate(), Partial(), Shard(last), of_w, Partial()))
-            adds = adds and mesh.get_local_rank(dim) == 0
+            sharing *= mesh.size(dim)
+        elif not of_w.is_replicate():
+            raise ValueError(f"weight must be cut by rows or columns, or be whole on each rank, got {of_w}")
         elif of_x.is_shard() and of_x.dim not in (-1, last):
             placed.append((of_x, Replicate(), of_x, of_x, Partial(), Partial()))
         else:
@@ -53,7 +55,7 @@ def on_parts(run: Callable[[Tensor, Tensor, Tensor | None], Tensor], input: Any,
     b = None
     if bias is not None:
         b = _plain(bias.redistribute(mesh, biases).to_local(grad_placements=of_bias))
-        b = b if adds else b * 0
+        b = b / sharing if sharing > 1 else b
     shape = torch.Size((*input.shape[:-1], weight.shape[0]))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(run(x, w, b), mesh, outputs, run_check=False, shape=shape, stride=stride)
