@@ -20,7 +20,7 @@ from narrowgauge._torch_private import (
     accumulate_hooks,
     hooks_of_all_optimizers,
     is_flattened,
-    local_tensor,
+    local,
     operators_observed,
     optimizer_hooks,
     packs,
@@ -64,11 +64,11 @@ def test_no_other_file_reads_them() -> None:
 @pytest.mark.usefixtures("alone")
 def test_the_local_tensor_of_a_dtensor_is_one_object() -> None:
     layer = nn.Linear(4, 3)
-    assert local_tensor(layer.weight) is layer.weight
+    assert local(layer.weight) is layer.weight
     fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
-    inner = local_tensor(layer.weight)
+    inner = local(layer.weight)
     assert type(inner) is torch.Tensor
-    assert local_tensor(layer.weight) is inner  # by `to_local` it would be another one each time
+    assert local(layer.weight) is inner  # by `to_local` it would be another one each time
     assert torch.equal(inner, layer.weight.to_local())
 
 

@@ -47,15 +47,19 @@ def uncompiled(method: Method) -> Method:
     return cast(Method, outside)
 
 
-def local_tensor(x: Any) -> Any:
-    """The local tensor of a DTensor, the object itself; a tensor that is not a DTensor is returned as it is.
+def local(x: Any) -> Tensor:
+    """The local tensor of a DTensor, or a tensor itself: the object, never a copy.
 
     The public `to_local` makes a new Parameter at every call, and a step makes hundreds of calls.
     """
-    inner = getattr(x, "_local_tensor", x)
+    inner: Any = getattr(x, "_local_tensor", x)
     if inner is x and type(x) not in _PLAIN and hasattr(x, "to_local"):
-        return x.to_local()
-    return inner
+        inner = x.to_local()
+    if type(inner) is Tensor:
+        return inner
+    if hasattr(inner, "wait"):  # the result of a collective that is still running
+        return inner.wait()  # type: ignore[no-any-return]
+    return inner  # type: ignore[no-any-return]
 
 
 def is_flattened(p: Tensor) -> bool:

@@ -74,6 +74,8 @@ def test_a_captured_step_follows_rate_and_betas_on_the_device(name: str, options
         options["betas"] = tuple(torch.tensor([[beta]], device="cuda") for beta in options["betas"])
     captured = ours(name)(ps, capturable=True, **options)
     ordinary = ours(name)(others, **copy.deepcopy(options))
+    if name == "Adafactor":  # a graph takes factored moments' steps in eager torch, whose sums have another order
+        captured._engine.backends = ordinary._engine.backends = ()
     for some in (ps, others):
         backward(some, 0)
     side = torch.cuda.Stream()
@@ -94,8 +96,7 @@ def test_a_captured_step_follows_rate_and_betas_on_the_device(name: str, options
                 one.param_groups[0]["betas"][0].fill_(0.5)
         graph.replay()
         ordinary.step()
-    # A graph takes factored moments' steps in eager torch, and kernels take the others: sums in another order.
-    torch.testing.assert_close(values(ps), values(others), rtol=1e-5 if name == "Adafactor" else 0, atol=0)
+    assert torch.equal(values(ps), values(others))
     assert all(captured.state[p]["step"] == 6 and captured.state[p]["step"].is_cuda for p in ps)
     assert not torch.equal(values(ps), values(parameters()))
 

@@ -65,7 +65,7 @@ def linear(
         return _nested(input, lambda rows: linear(rows, weight, bias, plan, averages))
     _check(input, weight, bias, plan, averages)
     if hasattr(weight, "device_mesh") or hasattr(input, "device_mesh"):
-        own = averages if averages is None else getattr(averages, "to_local", lambda: averages)()
+        own = averages.to_local() if averages is not None and hasattr(averages, "to_local") else averages
         return on_parts(lambda x, w, b: linear(x, w, b, plan, own), input, weight, bias)
     device = input.device.type
     if _autocast(device) and input.dtype != torch.float64:  # which autocast does not change

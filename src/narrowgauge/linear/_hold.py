@@ -42,7 +42,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.parametrize import is_parametrized
 
 from narrowgauge._arguments import check_choice
-from narrowgauge._torch_private import local_tensor, packs
+from narrowgauge._torch_private import local, packs
 from narrowgauge.linear._matmuls import make_schedule
 from narrowgauge.linear._module import LowPrecisionConv1D, PlannedModule, planned_class
 from narrowgauge.linear._ops import operations
@@ -279,7 +279,7 @@ class _Holding:
             return run(*args, **kwargs)
         hook: _Watch = _Watch()
         if how != "watched":
-            first = _local(args[0]) if how == "norm" and args else None
+            first = local(args[0]) if how == "norm" and args else None
             normed = first if type(first) is Tensor else None
             made = any(map(is_parametrized, self.modules()))
             hook = _Pack(self._format, list(self.parameters()), made, normed)
@@ -360,7 +360,7 @@ class _Watch:
     """Saves tensors as they are, and remembers their storages."""
 
     def __call__(self, x: Tensor) -> _Kept | _Held:
-        here = _local(x)
+        here = local(x)
         if type(here) is Tensor and here.dtype in _WIDE:
             _seen[here.untyped_storage()] = None
         return _kept(x)
@@ -381,7 +381,7 @@ class _Pack(_Watch):
     ) -> None:
         self.format = format
         # One of another class than torch's keeps its numbers elsewhere. `functional_call` brings plain tensors.
-        self.parameters = [p for p in map(_local, parameters) if type(p) in (nn.Parameter, Tensor)]
+        self.parameters = [p for p in map(local, parameters) if type(p) in (nn.Parameter, Tensor)]
         # Then a parameter that is saved in its own dtype is itself, and not made from another.
         self.plain = len(self.parameters) == len(parameters) and not made
         # Not the input itself, which would live as long as the graph does.
@@ -389,7 +389,7 @@ class _Pack(_Watch):
         self.halves = normed.dtype if normed is not None and normed.element_size() == 2 else torch.bfloat16
 
     def __call__(self, given: Tensor) -> _Kept | _Held:
-        x = _local(given)
+        x = local(given)
         if type(x) is not Tensor or x.dtype not in _WIDE or x.dim() < 2:
             return _kept(given)
         storage, form = x.untyped_storage(), self._form(x)
@@ -422,12 +422,6 @@ class _Pack(_Watch):
     def _is_copy(self, x: Tensor) -> bool:
         """Whether a tensor may be a parameter in another form: by its shape, where nothing else can tell."""
         return any(x.shape == p.shape and not (self.plain and x.dtype == p.dtype) for p in self.parameters)
-
-
-def _local(x: Any) -> Tensor:
-    """A tensor itself, or the part of a DTensor on this rank."""
-    here = local_tensor(x)
-    return cast(Tensor, here.wait() if hasattr(here, "wait") else here)  # for a collective that is still running
 
 
 def _whole(x: Any) -> Callable[[Tensor], Tensor]:

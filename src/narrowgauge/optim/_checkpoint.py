@@ -34,6 +34,7 @@ from torch import Tensor
 from narrowgauge._arguments import is_number, shown
 from narrowgauge._module_names import clean_name
 from narrowgauge._text import listed
+from narrowgauge._torch_private import local
 from narrowgauge.optim._changes import KEPT, STORAGES
 from narrowgauge.optim._checkpoint_convert import Notes, StateReader
 from narrowgauge.optim._checkpoint_foreign import VERSION_KEY, layout_of, with_count
@@ -47,7 +48,6 @@ from narrowgauge.optim._plan import (
     slot_storages,
     unique_names,
 )
-from narrowgauge.optim._sharding import local
 from narrowgauge.optim._state_shapes import from_shapes
 from narrowgauge.rules import Rule
 

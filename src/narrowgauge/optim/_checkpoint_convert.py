@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge._torch_private import local
 from narrowgauge.optim._plan import ParamPlan, SlotPlan
 from narrowgauge.optim._sharded_state import LOW_CODES, in_blocks
-from narrowgauge.optim._sharding import Shard, local
+from narrowgauge.optim._sharding import Shard
 from narrowgauge.rules import bare
 from narrowgauge.storage import (
     Float8Weight,

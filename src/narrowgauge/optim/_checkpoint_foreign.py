@@ -31,12 +31,12 @@ import torch
 from torch import Tensor
 
 from narrowgauge._arguments import Size, check, check_instance, is_integer, is_number, shown
+from narrowgauge._torch_private import local
 from narrowgauge.formats import codebook
 from narrowgauge.optim._changes import KEPT, STORAGES
 from narrowgauge.optim._checkpoint_convert import Notes, is_lossy
 from narrowgauge.optim._eager import numbers
 from narrowgauge.optim._plan import ParamPlan, SlotPlan
-from narrowgauge.optim._sharding import local
 from narrowgauge.rules import Rule, Slot, bare
 from narrowgauge.storage import Quantized
 from narrowgauge.storage._factored import LEAST_DIMS, factors

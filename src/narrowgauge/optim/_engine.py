@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from narrowgauge._text import warn
+from narrowgauge._torch_private import local
 from narrowgauge.kernels._triton import begin, name, unavailable
 from narrowgauge.optim import _c_backend
 from narrowgauge.optim._c_backend import CSteps
@@ -34,7 +35,7 @@ from narrowgauge.optim._copied import CopiedSteps, is_scattered
 from narrowgauge.optim._eager import EagerSteps, next_number, noise_of, update
 from narrowgauge.optim._factored_steps import FactoredSteps, written_out
 from narrowgauge.optim._plan import PLAIN, ParamPlan, ParamStep, State, fits, kind_of
-from narrowgauge.optim._sharding import Collective, Rows, is_shared, local, local_gradient
+from narrowgauge.optim._sharding import Collective, Rows, is_shared, local_gradient
 from narrowgauge.optim._tracing import elementwise, untraceable
 from narrowgauge.optim._verdict import (
     GradientReport,

@@ -21,7 +21,7 @@ from torch.optim.optimizer import ParamsT
 
 from narrowgauge._arguments import Flag, check, check_instance
 from narrowgauge._text import warn
-from narrowgauge._torch_private import uncompiled
+from narrowgauge._torch_private import local, uncompiled
 from narrowgauge.optim._changes import STORAGES, GroupSnapshot
 from narrowgauge.optim._checkpoint import Checkpoint, read_checkpoint
 from narrowgauge.optim._checkpoint_convert import replan
@@ -55,7 +55,7 @@ from narrowgauge.optim._plan import (
 from narrowgauge.optim._preview import ParameterView, QuantizedMoment, moment_quality, preview
 from narrowgauge.optim._rule_check import check_rule
 from narrowgauge.optim._sharded_state import to_pieces
-from narrowgauge.optim._sharding import as_shared, is_shared, local
+from narrowgauge.optim._sharding import as_shared, is_shared
 from narrowgauge.optim._state_shapes import to_shapes
 from narrowgauge.optim._stats import StepStats
 from narrowgauge.optim._tracing import elementwise

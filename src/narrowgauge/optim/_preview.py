@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge._torch_private import local
 from narrowgauge.optim._eager import (
     Noise,
     Operands,
@@ -26,7 +27,7 @@ from narrowgauge.optim._eager import (
     with_sums,
 )
 from narrowgauge.optim._plan import ParamPlan, ParamStep
-from narrowgauge.optim._sharding import local, local_gradient
+from narrowgauge.optim._sharding import local_gradient
 from narrowgauge.optim._tracing import elementwise
 from narrowgauge.rules import Scalar, bare
 

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge._torch_private import local
 from narrowgauge.optim._plan import ParamPlan
-from narrowgauge.optim._sharding import Shard, as_shared, is_shared, is_split, local
+from narrowgauge.optim._sharding import Shard, as_shared, is_shared, is_split
 from narrowgauge.storage._weights import to_bytes
 
 _CODES = "codes"

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowgauge._torch_private import local_tensor
+from narrowgauge._torch_private import local
 
 # Columns of the table: the gradient's squares, how many ranks have it not finite, the rule's sums.
 SQUARES, FLAGS, TERMS, MOST_TERMS = 0, 1, 2, 6
@@ -116,16 +116,6 @@ def is_shared(x: Tensor) -> bool:
 def is_split(placement: Any) -> bool:
     """Whether ranks along a mesh dimension have different parts."""
     return not placement.is_replicate()
-
-
-def local(x: Any) -> Tensor:
-    """The local shard: the tensor itself, or a DTensor's local tensor. Never copies."""
-    inner: Any = local_tensor(x)
-    if type(inner) is Tensor:
-        return inner
-    if hasattr(inner, "wait"):  # the result of a collective that is still running
-        return inner.wait()  # type: ignore[no-any-return]
-    return inner  # type: ignore[no-any-return]
 
 
 def local_gradient(p: Any, grad: Any) -> Any:

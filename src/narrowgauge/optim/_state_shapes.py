@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge._torch_private import local
 from narrowgauge.optim._plan import ParamPlan
 from narrowgauge.optim._sharded_state import (
     LOW_CODES,
@@ -37,7 +38,7 @@ from narrowgauge.optim._sharded_state import (
     is_factor,
     with_single_words,
 )
-from narrowgauge.optim._sharding import Shard, as_shared, is_shared, is_split, local
+from narrowgauge.optim._sharding import Shard, as_shared, is_shared, is_split
 from narrowgauge.storage._blockwise import pack_pairs, unpack_pairs
 
 _CODES = ".codes"

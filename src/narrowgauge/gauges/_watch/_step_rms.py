@@ -114,7 +114,9 @@ class StepRms:
             grad = self._grads.get(p)
             if grad is None and view.grad is not None:
                 grad = rows.of(view.grad)
-            sums = before.ratio_sums(view, grad, inverse) if None not in (before, grad) else None
+            if before is None or grad is None:
+                continue
+            sums = before.ratio_sums(view, grad, inverse)
             if sums is not None:
                 yield [p], sums[None] * (rows.elements / before.elements)
 

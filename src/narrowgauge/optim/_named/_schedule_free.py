@@ -12,10 +12,11 @@ from torch.optim.optimizer import ParamsT
 
 from narrowgauge import rules
 from narrowgauge._arguments import Count, Flag, check
+from narrowgauge._torch_private import local
 from narrowgauge.optim._changes import KEPT, STORAGES
 from narrowgauge.optim._optimizer import NarrowOptimizer
 from narrowgauge.optim._options import Options
-from narrowgauge.optim._sharding import is_shared, local
+from narrowgauge.optim._sharding import is_shared
 
 _MODE = "eval_mode"
 
