@@ -190,12 +190,18 @@ def test_kernels_step_factored_moments_as_eager_torch_does(
             optimizer.step()
         stats = [optimizer.last_stats[name].sums for name in ("0.0", "0.2")] if way == "measured" else []
         own = [{k: x for k, x in optimizer.state[p].items() if not k.startswith("weight.")} for p in params]
-        found.append(([optimizer.full_weights()[p] for p in params], own, stats))
-    weights, own, stats = zip(*found, strict=True)
-    # A unit in the last place of split8's 16 bits; of float32 otherwise a few roundings.
-    torch.testing.assert_close(*weights, rtol=2.0**-15 if "weights" in options else 1e-5, atol=1e-7)
-    torch.testing.assert_close([*own[:1], *stats[:1]], [*own[1:], *stats[1:]], rtol=1e-5, atol=1e-7)
-    assert [state["skipped"] for state in found[0][1]] == [0, 0, 1, 0, 0]
+        found.append(([optimizer.full_weights()[p] for p in params], own, stats, params, optimizer))
+    weights, own, stats, params, optimizers = zip(*found, strict=True)
+    torch.testing.assert_close(*stats, rtol=1e-5, atol=1e-7)
+    if home == "cuda":  # sums with a product are rounded once there: an element may take the next code
+        from test_fused_steps import agree
+
+        agree(list(zip(*params, strict=True)), *optimizers)
+    else:
+        # A unit in the last place of split8's 16 bits; of float32 otherwise a few roundings.
+        torch.testing.assert_close(*weights, rtol=2.0**-15 if "weights" in options else 1e-5, atol=1e-7)
+        torch.testing.assert_close(*own, rtol=1e-5, atol=1e-7)
+    assert [state["skipped"] for state in own[0]] == [0, 0, 1, 0, 0]
 
 
 def test_a_first_moment_in_units_of_factors_resumes() -> None:
