@@ -32,9 +32,13 @@ multiprocessing.set_forkserver_preload(
 )  # fmt: skip
 
 
-def run_ranks(work: Callable[..., None], world: int, *arguments: Any) -> None:
-    """Call `work(rank, *arguments)` in so many processes; raises what one of them raises."""
-    torch.multiprocessing.start_processes(_rank, (work, *arguments), world, start_method=START)
+def run_ranks(work: Callable[..., None], world: int, *arguments: Any, start: str = START) -> None:
+    """Call `work(rank, *arguments)` in so many processes; raises what one of them raises.
+
+    The server's processes have sets of strings in one order. With ``start="spawn"`` each has its own, as under
+    torchrun.
+    """
+    torch.multiprocessing.start_processes(_rank, (work, *arguments), world, start_method=start)
 
 
 def _rank(rank: int, work: Callable[..., None], *arguments: Any) -> None:

@@ -113,7 +113,8 @@ class Processes:
         path = os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")])
         self._program = subprocess.Popen(
             [sys.executable, "-W", "ignore", str(here)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},  # forks of it have no backward pass
         )  # fmt: skip
 
     def start(self, folder: Path, **asked: Any) -> list[int]:

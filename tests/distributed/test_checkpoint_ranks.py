@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from forked import run_ranks
+from forked import START, run_ranks
 from narrowgauge.distributed import (
     export_checkpoint,
     latest_checkpoint,
@@ -81,9 +81,9 @@ def on_a_rank(rank: int, world: int, folder: str, work: Callable[..., Any], *giv
         dist.destroy_process_group()
 
 
-def on_ranks(world: int, folder: Path, work: Callable[..., Any], *given: Any) -> list[Any]:
+def on_ranks(world: int, folder: Path, work: Callable[..., Any], *given: Any, start: str = START) -> list[Any]:
     """What each rank returned."""
-    run_ranks(on_a_rank, world, world, str(folder), work, *given)
+    run_ranks(on_a_rank, world, world, str(folder), work, *given, start=start)
     return [torch.load(folder / f"{work.__name__}-{rank}.pt") for rank in range(world)]
 
 

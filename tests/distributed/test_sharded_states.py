@@ -52,9 +52,9 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """What each of four ranks did, and where."""
+    """What each of four ranks did, and where. They are spawned: no rank gathers in the order of a set."""
     folder = tmp_path_factory.mktemp("four")
-    return folder, on_ranks(4, folder, several, (by_torch, by_hand, saving_on_meshes, muon))
+    return folder, on_ranks(4, folder, several, (by_torch, by_hand, saving_on_meshes, muon), start="spawn")
 
 
 @pytest.fixture(scope="module")

@@ -106,9 +106,8 @@ def one_way(rank: int, world: int, folder: str, how: str, make: str) -> None:
         run = nn.parallel.DistributedDataParallel(net)
     elif how == "fsdp":
         untie(net)
-        for block in net.blocks:
-            fully_shard(block)
-        fully_shard(net)
+        for part in (*net.blocks, net):
+            fully_shard(part, mesh=init_device_mesh("cpu", (world,)))
     optimizer = MAKERS[make](net)
     calls = []
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"

@@ -217,6 +217,13 @@ def sharded(rank: int, folder: Path) -> None:
                 torch.save(ends[0], place / "end.pt")
 
 
+@pytest.fixture
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks see none: accelerate's FSDP2 takes GPUs where there are any, on a CPU's process group too."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.mark.usefixtures("no_gpus")
 def test_fsdp2_trains_as_one_process_does_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
     run_ranks(sharded, WORLD, tmp_path)
     for tied in (False, True):
@@ -246,5 +253,6 @@ def mixed(rank: int, folder: Path) -> None:
         assert all(torch.equal(value, before[name]) for name, value in full(model).items())
 
 
+@pytest.mark.usefixtures("no_gpus")
 def test_where_accelerate_makes_weights_float32_the_error_says_what_to_set(tmp_path: Path) -> None:
     run_ranks(mixed, WORLD, tmp_path)

@@ -140,8 +140,8 @@ def from_shapes(
     if plan.shard is not None:
         _check(plan, {key: value for key, value in entry.items() if key not in blocks})
     if plan.shard is not None and not all(_is_cut_alike(p, key, entry[key], block_size) for key in blocks):
-        # Blocks of the whole parameter, one after the other.
-        whole = {key: entry[key].full_tensor() if is_shared(entry[key]) else entry[key] for key in blocks}
+        # Blocks of the whole parameter, one after the other; gathered in one order on all ranks.
+        whole = {key: entry[key].full_tensor() if is_shared(entry[key]) else entry[key] for key in sorted(blocks)}
         words, _ = _words(mine.shape, mine.shape, whole, whole, block_size)
         common = {key: _part(mine, value) for key, value in entry.items() if key not in blocks}
         common, _ = _words(mine.shape, mine.sizes, entry, common, block_size)
