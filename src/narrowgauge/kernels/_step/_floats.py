@@ -2,8 +2,8 @@
 """Float32 numbers as bits, and roundings that are the same compiled and in triton's interpreter.
 
 Nothing is fused but what says so (`tl.fma`), and kernels are compiled that way: a product and the sum that follows
-are one rounding or two in every kernel alike, whatever else it does. The interpreter rounds to bf16 and fp8 in its
-own way: those two casts are written in integers for it.
+are one rounding or two in every kernel alike, whatever else it does. The interpreter rounds `tl.fma` twice. It
+rounds to bf16 and fp8 in its own way: those two casts are written in integers for it.
 
 Random bits of a tile are those of `narrowgauge.formats.random_bits` and `random_halves`, bit for bit. The ten
 rounds of Philox give 128 bits, which serve eight elements by halves or four by words. A thread has eight
