@@ -37,10 +37,10 @@ SHORT = {
 }
 # Of the page Start: rows, and what each is for.
 CHOICE = {
-    "split8 + log8": "everything; fp32's training",
+    "split8 + log8": "everything; nearly the loss of fp32",
     "split4 + log8": "everything; nearly the same training",
-    "split4 + log4/log8": "fine-tuning; from scratch it does not follow fp32's run",
-    "stochastic + log4/log8": "from scratch, another training too; fine-tuning ends a little higher",
+    "split4 + log4/log8": "fine-tuning; from scratch its loss differs early, see below",
+    "stochastic + log4/log8": "from scratch as the row above; fine-tuning may end a little higher",
     "stochastic + log4": "where nothing else fits",
 }
 # Family: its color and marker. New storages stand out, whatever their weights.
