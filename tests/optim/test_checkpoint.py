@@ -251,7 +251,10 @@ def odd(state_dict: dict) -> dict:
             lambda s: odd(s).update({"weight.lo": torch.ones(11, dtype=torch.int16)}),
             r"'weight.lo' of odd must have shape",
         ),
-        (lambda s: odd(s).update({"m": {}}), "'m' of odd must be a tensor or a number, got dict"),
+        (
+            lambda s: odd(s).update({"m.codes": {}}),
+            r"'m\.codes' of odd must be a tensor or a number, got dict",
+        ),
         (lambda s: odd(s).update({"step": torch.ones(3)}), r"'step' of odd must have shape \(\), got \(3,\)"),
     ],
     ids=range(13),

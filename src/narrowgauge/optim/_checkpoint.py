@@ -41,6 +41,7 @@ from narrowgauge.optim._checkpoint_foreign import VERSION_KEY, layout_of, with_c
 from narrowgauge.optim._options import LIMIT, check_limits
 from narrowgauge.optim._plan import (
     REASON,
+    ParamPlan,
     each_once,
     never_trains,
     own_storages,
@@ -75,6 +76,7 @@ class Checkpoint:
         others: entries of the saved state that belong to no parameter.
         states: the new state of each parameter that has one.
         weights: of float32 parameters whose low words were loaded, the weights that both are together.
+        converted: parameters whose low word was computed from the saved one and the parameter as it is.
         notes: what was changed or dropped.
     """
 
@@ -82,6 +84,7 @@ class Checkpoint:
     others: dict[Any, Any]
     states: dict[Tensor, dict[str, Tensor]] = field(default_factory=dict)
     weights: dict[Tensor, Tensor] = field(default_factory=dict)
+    converted: list[Tensor] = field(default_factory=list)
     notes: Notes = field(default_factory=Notes)
 
 
@@ -183,6 +186,7 @@ def read_checkpoint(
                 notes.add(f"dropped {_FORMER_ENTRY!r}, which {optimizer} does not keep", plan.name)
             if not entry:
                 continue
+            entry = _as_written(entry, rule, {**group, KEPT: {}, STORAGES: {}, **old}, plan, p, notes)
             reader = StateReader(optimizer, plan, local(p), entry, tuple(likely), old["block_size"], notes)
             found, decoded = from_shapes(p, plan, entry, old["block_size"], reader.moments_of)
             if decoded:
@@ -198,7 +202,42 @@ def read_checkpoint(
                 checkpoint.states[p] = reader.read(plan.init(local(p), group))
                 if reader.wide is not None:
                     checkpoint.weights[p] = reader.wide
+                if reader.converted:
+                    checkpoint.converted.append(p)
     return checkpoint
+
+
+def _as_written(
+    entry: Mapping[str, Any], rule: Rule, saved: Group, plan: ParamPlan, p: Tensor, notes: Notes
+) -> Mapping[str, Any]:
+    """What the saved optimizer wrote of a parameter's state.
+
+    torch's `set_optimizer_state_dict` puts the tensors of this optimizer beside those that were saved. With
+    ``broadcast_from_rank0`` other ranks have nothing else.
+
+    Args:
+        saved: the group, with the storages that were saved.
+    """
+    try:
+        written = plan_param(rule, saved, p, plan.name, 0)
+    except ValueError:  # by a parameter of another kind
+        return entry
+    mine, theirs, needed = (
+        {key for slot in slots for _, key in slot.keys} | ({low} if low is not None else set())
+        for slots, low in (
+            (plan.all_slots, plan.weight_key), (written.all_slots, written.weight_key),
+            (written.slots, written.weight_key),
+        )
+    )  # fmt: skip
+    if needed <= entry.keys():
+        return {key: value for key, value in entry.items() if key in theirs or key not in mine}
+    if written.weight_key not in (None, *entry) and plan.weight_key in entry:
+        notes.add(
+            f"found {plan.weight_key!r} in place of {written.weight_key!r}, which {written.weight.name!r} writes "
+            "(broadcast_from_rank0 cannot change storages)",
+            plan.name,
+        )
+    return entry
 
 
 def _renamed(group: Group, to: Mapping[str, str], number: int) -> dict[str, Any]:

@@ -63,6 +63,7 @@ class StateReader:
         notes: collects what is not taken over.
         wide: after `read`, the weight that a float32 parameter and a narrow one's low word are together; the caller
             writes it. None without such a word.
+        converted: after `read`, whether a low word was computed from the saved one and the parameter as it is.
     """
 
     optimizer: str
@@ -73,6 +74,7 @@ class StateReader:
     block_size: int
     notes: Notes
     wide: Tensor | None = None
+    converted: bool = False
 
     def read(self, fresh: dict[str, Tensor]) -> dict[str, Tensor]:
         """Write the saved state into a new one, `fresh`, which sets dtypes, devices and layouts."""
@@ -270,6 +272,7 @@ class StateReader:
         made = low_word(target, self.p, weight)
         if isinstance(target, Split4) and ((target.read(self.p, made) != weight) & ~weight.isnan()).any():
             self.notes.add(f"rounded {key!r} of {source.name!r} to the 4 bits of {target.name!r}", name)
+        self.converted = made is not None
         return made
 
 

@@ -140,6 +140,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self.in_backward: BackwardSteps | None = None
         self._has_warned = self._has_warned_of_skips = False
         self._drops_of = 0  # parameters of which another optimizer has low words
+        self._converted: dict[Tensor, int] = {}  # by `load_state_dict`, until the next step: the weights' versions
 
     # Groups and plans.
 
@@ -415,7 +416,19 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 "first step load_state_dict(other.state_dict()) takes over its state, and "
                 "set_full_weights(other.full_weights()) the weights alone. If you set the weights anew, all is well"
             )
+        if self._converted:
+            self._warn_of_conversions()
         self._replan()
+
+    def _warn_of_conversions(self) -> None:
+        """Low words were computed from weights; say so if other weights were loaded since."""
+        given, self._converted = self._converted, {}
+        if late := [p for p, version in given.items() if p._version != version]:
+            warn(
+                f"step: {len(late)} parameters were set after load_state_dict had converted their low words, which "
+                "belong to the weights of before. Load the model first; torch's set_state_dict loads it last, so "
+                "call set_model_state_dict, then set_optimizer_state_dict. If you set the weights anew, all is well"
+            )
 
     def _remember(self, measured: Measured) -> None:
         for names, rows in measured:
@@ -619,7 +632,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         if "_engine" not in self.__dict__:
             self._reset()
             _LIVE.add(self)
-        self._drops_of = 0
+        self._drops_of, self._converted = 0, {}
         self._engine.take_plans({})
         self._planned_for = None
         super().__setstate__({key: value for key, value in state.items() if key != _MARKS})
@@ -681,6 +694,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self.state.update(checkpoint.states)
         for p, weight in checkpoint.weights.items():
             local(p).copy_(weight)
+        self._converted = {p: p._version for p in checkpoint.converted}
 
     @torch.no_grad()
     def full_weights(self) -> dict[Tensor, Tensor]:
@@ -729,6 +743,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 )
             found[p] = wide
         self._drops_of = 0
+        self._converted = {p: version for p, version in self._converted.items() if p not in found}
         groups = {p: group for group in self.param_groups for p in group["params"]}
         for p, wide in found.items():
             plan, part, exact = plans[p], local(p.detach()), local(wide.detach()).to(p.device, torch.float32)
