@@ -218,9 +218,11 @@ def _as_written(
     Args:
         saved: the group, with the storages that were saved.
     """
+    if not isinstance(saved["min_quantized_size"], int):  # damaged; nothing else reads it
+        return entry
     try:
         written = plan_param(rule, saved, p, plan.name, 0)
-    except ValueError:  # by a parameter of another kind
+    except ValueError:  # for a parameter of another kind
         return entry
     mine, theirs, needed = (
         {key for slot in slots for _, key in slot.keys} | ({low} if low is not None else set())
