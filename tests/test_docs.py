@@ -306,7 +306,8 @@ def test_the_readmes_speed_ups_of_linear_layers_are_those_of_the_committed_resul
     for said in (
         f"{large[fast]} times as fast with tensor-wise float8 as with `nn.Linear`, and {large[careful]} times with",
         f"float8 is {large[peer]} times as fast, with {louder:.0f} dB more noise",
-        f"torchao's is ahead, {python[peer]} to {python[fast]}; from C++ it is {cpp[peer]} to {cpp[fast]}",
+        f"torchao's is ahead, with {python[peer]} against our {python[fast]}",
+        f"from C++ ours is, with {cpp[fast]} against {cpp[peer]}",
         "GPT-2 large gains reliably only in CUDA graphs",
     ):
         assert said in text

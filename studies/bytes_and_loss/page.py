@@ -39,7 +39,7 @@ SHORT = {
 CHOICE = {
     "split8 + log8": "everything; nearly the loss of fp32",
     "split4 + log8": "everything; nearly the same training",
-    "split4 + log4/log8": "fine-tuning; from scratch its loss differs early, see below",
+    "split4 + log4/log8": "fine-tuning; from scratch see below",
     "stochastic + log4/log8": "from scratch as the row above; fine-tuning may end a little higher",
     "stochastic + log4": "where nothing else fits",
 }

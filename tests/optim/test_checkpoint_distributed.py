@@ -1,6 +1,7 @@
 """Through torch.distributed.checkpoint, which names states by parameter and writes them to a folder."""
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from narrowgauge.optim import AdamW
+from narrowgauge.optim import SGD, AdamW, RMSprop, ScheduleFreeAdamW
 from narrowgauge.storage import weight_storage
 
 
@@ -57,62 +58,97 @@ def test_distributed_checkpoints_convert() -> None:
         assert torch.equal(other.state[p]["weight.master"], weight_storage("split").read(p.detach(), low))
 
 
-@pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize(
     ("old", "new"),
     [
         ({"weights": "split"}, {"weights": "master"}),
-        ({"weights": "master"}, {"weights": "split"}),
         ({"states": "log8"}, {"states": "fp32"}),
         ({"states": "log8", "min_quantized_size": 100}, {"states": "8bit"}),
         ({"states": "8bit"}, {"states": "log8", "min_quantized_size": 10**6}),
     ],
     ids=str,
 )
-def test_whole_states_convert_as_load_state_dict_does(old: Any, new: Any, full: bool) -> None:
-    """torch hands the reader's tensors over beside the saved ones."""
-    options, kinds = StateDictOptions(full_state_dict=full), ({"min_quantized_size": 0} | old, {**old, **new})
-    net, fresh, other = Net(), Net(), Net()
-    saved = AdamW(net.parameters(), **kinds[0])
+def test_whole_states_convert_as_load_state_dict_does(old: Any, new: Any) -> None:
+    """torch hands over what was saved and, beside it, the reader's own tensors under other keys."""
+    options, net, fresh, other = StateDictOptions(full_state_dict=True), Net(), Net(), Net()
+    saved = AdamW(net.parameters(), **{"min_quantized_size": 0, **old})
     drive(saved, range(3))
     weights, state = copy.deepcopy(get_state_dict(net, saved, options=options))
-    loaded, wanted = (AdamW(n.parameters(), **{"min_quantized_size": 0, **new}) for n in (fresh, other))
+    loaded, wanted = (AdamW(n.parameters(), **{"min_quantized_size": 0, **old, **new}) for n in (fresh, other))
     other.load_state_dict(net.state_dict())
     wanted.load_state_dict(saved.state_dict())
     set_model_state_dict(fresh, weights, options=options)
     set_optimizer_state_dict(fresh, loaded, state, options=options)
     assert same(everything(wanted), everything(loaded))
-    drive(loaded, range(1))
 
 
-def test_weights_that_are_loaded_after_their_low_words_were_converted_are_named() -> None:
-    """As `set_state_dict` does; in the same storage low words are copied, in either order."""
+@pytest.mark.parametrize("reader", [SGD, RMSprop])
+def test_a_momentum_that_is_off_is_read_in_any_storage(reader: Any) -> None:
+    """Storages of a first moment have some keys in common, and others not."""
+    for states in ("log8", "expansion"):
+        net = Net()
+        saved = AdamW(net.parameters(), states=states, weights="split", min_quantized_size=0)
+        drive(saved, range(2))
+        loaded = reader(net.parameters(), states="8bit", weights="split", min_quantized_size=0)
+        with pytest.warns(UserWarning, match="took moments of 'adamw' for those of"):
+            loaded.load_state_dict(saved.state_dict())
+        assert all(state["m.scales"].ne(0).all() for state in loaded.state.values())
+
+
+@pytest.mark.parametrize("kind", [AdamW, ScheduleFreeAdamW])
+def test_weights_that_are_loaded_after_their_low_words_were_converted_are_named(kind: Any) -> None:
+    """As `set_state_dict` loads them. In the same storage low words are copied, in either order."""
     net = Net()
-    saved = AdamW(net.parameters(), weights="split")
+    saved = kind(net.parameters(), weights="split")
     drive(saved, range(3))
     weights, state = copy.deepcopy(get_state_dict(net, saved))
-    for storage in ("split", "master"):
+    for storage in ("split", "master", "master, in order"):
         fresh = Net()
-        loaded = AdamW(fresh.parameters(), weights=storage)
+        loaded = kind(fresh.parameters(), weights=storage.partition(",")[0])
+        if storage.endswith("order"):
+            fresh.load_state_dict(weights)
         set_state_dict(fresh, loaded, model_state_dict=weights, optim_state_dict=copy.deepcopy(state))
-        if storage == "split":
+        if kind is ScheduleFreeAdamW:
+            loaded.eval()
+            loaded.train()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             drive(loaded, range(1))
-            continue
-        with pytest.warns(UserWarning, match=r"^step: 4 parameters were set after load_state_dict had converted"):
-            drive(loaded, range(1))
+        said = [str(one.message) for one in caught]
+        if storage == "master":
+            assert len(said) == 1
+            assert said[0].startswith("step: 4 parameters were set after load_state_dict had converted")
+        else:
+            assert not said
         set_optimizer_state_dict(fresh, loaded, copy.deepcopy(state))
         loaded.set_full_weights(dict(zip(fresh.parameters(), saved.full_weights().values(), strict=True)))
         drive(loaded, range(2))  # they are set with their low words
 
 
-def test_a_low_word_of_another_storage_than_the_groups_is_named() -> None:
-    """As ranks have it that were given nothing but their own keys by `broadcast_from_rank0`."""
-    net = Net()
-    saved, other = (AdamW(net.parameters(), weights=weights) for weights in ("split", "master"))
-    for optimizer in (saved, other):
-        drive(optimizer, range(1))
-    state = {**other.state_dict(), "param_groups": saved.state_dict()["param_groups"]}
-    with pytest.warns(UserWarning, match=r"found 'weight\.master' in place of 'weight\.lo', which 'split' writes"):
+def test_a_float32_model_that_is_loaded_after_its_low_words_is_named() -> None:
+    net, fresh = Net(), Net().float()
+    saved = AdamW(net.parameters(), weights="split")
+    drive(saved, range(3))
+    narrow = {name: value.float() for name, value in net.state_dict().items()}
+    fresh.load_state_dict(narrow)
+    loaded = AdamW(fresh.parameters())
+    loaded.load_state_dict(saved.state_dict())
+    fresh.load_state_dict(narrow)
+    with pytest.warns(UserWarning, match=r"^step: 4 parameters were set after load_state_dict had converted"):
+        drive(loaded, range(1))
+
+
+@pytest.mark.parametrize(("old", "new"), [({}, {"weights": "master"}), ({"states": "log8"}, {"states": "8bit"})])
+def test_a_state_of_the_readers_own_tensors_is_refused(old: Any, new: Any) -> None:
+    """As ranks are given it by `broadcast_from_rank0`, with the groups and the count of steps that were saved."""
+    common = {"weights": "split", "min_quantized_size": 0}
+    saved, other = (AdamW(Net().parameters(), **{**common, **own}) for own in (old, new))
+    drive(saved, range(3))
+    state = saved.state_dict()
+    for group in other.param_groups:
+        for number, p in enumerate(group["params"]):
+            state["state"][number] = {**other.plan_of(p).init(p, group), "step": torch.tensor(3.0)}
+    with pytest.raises(ValueError, match=r"^state_dict: 0\.0 must have what was saved, got '"):
         other.load_state_dict(state)
 
 

@@ -76,7 +76,7 @@ class Checkpoint:
         others: entries of the saved state that belong to no parameter.
         states: the new state of each parameter that has one.
         weights: of float32 parameters whose low words were loaded, the weights that both are together.
-        converted: parameters whose low word was computed from the saved one and the parameter as it is.
+        converted: parameters whose low word, or weight, comes from the saved word and the parameter as it is.
         notes: what was changed or dropped.
     """
 
@@ -186,7 +186,7 @@ def read_checkpoint(
                 notes.add(f"dropped {_FORMER_ENTRY!r}, which {optimizer} does not keep", plan.name)
             if not entry:
                 continue
-            entry = _as_written(entry, rule, {**group, KEPT: {}, STORAGES: {}, **old}, plan, p, notes)
+            entry, alone = _as_written(entry, rule, {**group, KEPT: {}, STORAGES: {}, **old}, plan, p)
             reader = StateReader(optimizer, plan, local(p), entry, tuple(likely), old["block_size"], notes)
             found, decoded = from_shapes(p, plan, entry, old["block_size"], reader.moments_of)
             if decoded:
@@ -199,7 +199,13 @@ def read_checkpoint(
                     )
                 plan = plan.with_inactive(ours)  # a momentum that is off now may be switched on again
                 reader = replace(reader, plan=plan, entry=ours)
-                checkpoint.states[p] = reader.read(plan.init(local(p), group))
+                fresh = plan.init(local(p), group)
+                if alone and all(_is_same(ours.get(key), fresh[key]) for key in alone):
+                    raise ValueError(
+                        f"state_dict: {plan.name} must have what was saved, got {', '.join(map(repr, alone))} as "
+                        "this optimizer begins with; broadcast_from_rank0 does not move states into other storages"
+                    )
+                checkpoint.states[p] = reader.read(fresh)
                 if reader.wide is not None:
                     checkpoint.weights[p] = reader.wide
                 if reader.converted:
@@ -208,8 +214,8 @@ def read_checkpoint(
 
 
 def _as_written(
-    entry: Mapping[str, Any], rule: Rule, saved: Group, plan: ParamPlan, p: Tensor, notes: Notes
-) -> Mapping[str, Any]:
+    entry: Mapping[str, Any], rule: Rule, saved: Group, plan: ParamPlan, p: Tensor
+) -> tuple[Mapping[str, Any], list[str]]:
     """What the saved optimizer wrote of a parameter's state.
 
     torch's `set_optimizer_state_dict` puts the tensors of this optimizer beside those that were saved. With
@@ -217,29 +223,39 @@ def _as_written(
 
     Args:
         saved: the group, with the storages that were saved.
+
+    Returns:
+        The entry without such tensors; the keys of those that stand in place of what was saved.
     """
     if not isinstance(saved["min_quantized_size"], int):  # damaged; nothing else reads it
-        return entry
+        return entry, []
     try:
         written = plan_param(rule, saved, p, plan.name, 0)
     except ValueError:  # for a parameter of another kind
-        return entry
-    mine, theirs, needed = (
-        {key for slot in slots for _, key in slot.keys} | ({low} if low is not None else set())
-        for slots, low in (
-            (plan.all_slots, plan.weight_key), (written.all_slots, written.weight_key),
-            (written.slots, written.weight_key),
-        )
-    )  # fmt: skip
-    if needed <= entry.keys():
-        return {key: value for key, value in entry.items() if key in theirs or key not in mine}
-    if written.weight_key not in (None, *entry) and plan.weight_key in entry:
-        notes.add(
-            f"found {plan.weight_key!r} in place of {written.weight_key!r}, which {written.weight.name!r} writes "
-            "(broadcast_from_rank0 cannot change storages)",
-            plan.name,
-        )
-    return entry
+        return entry, []
+    strays, alone = set[str](), set[str]()
+    mine, theirs = _keys(plan), _keys(written)
+    for name, keys in mine.items():
+        was = theirs.get(name, set())
+        if was and was <= entry.keys():
+            strays |= keys - was
+        elif was and keys <= entry.keys():
+            alone |= keys
+    if strays & entry.keys():
+        entry = {key: value for key, value in entry.items() if key not in strays}
+    return entry, sorted(alone)
+
+
+def _is_same(x: Any, y: Tensor) -> bool:
+    if not isinstance(x, Tensor) or (x.dtype, x.shape) != (y.dtype, y.shape):
+        return False
+    return torch.equal(*(each.detach().to(y.device).reshape(-1).contiguous().view(torch.uint8) for each in (x, y)))
+
+
+def _keys(plan: ParamPlan) -> dict[str, set[str]]:
+    """By slot, the keys of its tensors; under "", that of the low word."""
+    low = set() if plan.weight_key is None else {plan.weight_key}
+    return {slot.slot.name: {key for _, key in slot.keys} for slot in plan.all_slots} | {"": low}
 
 
 def _renamed(group: Group, to: Mapping[str, str], number: int) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class StateReader:
         notes: collects what is not taken over.
         wide: after `read`, the weight that a float32 parameter and a narrow one's low word are together; the caller
             writes it. None without such a word.
-        converted: after `read`, whether a low word was computed from the saved one and the parameter as it is.
+        converted: after `read`, whether a low word or `wide` comes from the saved word and the parameter as it is.
     """
 
     optimizer: str
@@ -92,7 +92,7 @@ class StateReader:
         self._counters(fresh, new)
         for key, value in new.items():
             fresh[key].copy_(value)
-        for key in self.entry.keys() - read - new.keys():
+        for key in sorted(self.entry.keys() - read - new.keys()):
             self.notes.add(f"dropped {key!r}, which {self.optimizer} does not keep", self.plan.name)
         return fresh
 
@@ -257,7 +257,7 @@ class StateReader:
         if (torch.isnan(source.exact(p, low)) & torch.isfinite(p)).any():
             raise ValueError(f"state_dict: {key!r} of {name} has NaN beside a finite parameter: it was damaged")
         if p is not self.p:
-            self.wide = source.exact(p, low).to(torch.float32)
+            self.wide, self.converted = source.exact(p, low).to(torch.float32), True
             return None
         if source is target:
             return low

@@ -140,7 +140,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self.in_backward: BackwardSteps | None = None
         self._has_warned = self._has_warned_of_skips = False
         self._drops_of = 0  # parameters of which another optimizer has low words
-        self._converted: dict[Tensor, int] = {}  # by `load_state_dict`, until the next step: the weights' versions
+        self._converted: dict[Tensor, Tensor] = {}  # by `load_state_dict`, until the next step: sums of their bits
 
     # Groups and plans.
 
@@ -324,6 +324,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
             raise ValueError(f"weights must not become {target.name!r} while parameters are stepped in backward")
         if not self.state.get(p):
             self.state[p] = plan.init(p, group)
+        self._converted.pop(p, None)
         return change_class(p, plan, self.state[p], target)
 
     def plans(self, lazy: bool = False) -> list[tuple[Tensor, ParamPlan]]:
@@ -423,7 +424,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
     def _warn_of_conversions(self) -> None:
         """Low words were computed from weights; say so if other weights were loaded since."""
         given, self._converted = self._converted, {}
-        if late := [p for p, version in given.items() if p._version != version]:
+        if late := [p for p, was in given.items() if not torch.equal(_sum_of_bits(p), was)]:
             warn(
                 f"step: {len(late)} parameters were set after load_state_dict had converted their low words, which "
                 "belong to the weights of before. Load the model first; torch's set_state_dict loads it last, so "
@@ -694,7 +695,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self.state.update(checkpoint.states)
         for p, weight in checkpoint.weights.items():
             local(p).copy_(weight)
-        self._converted = {p: p._version for p in checkpoint.converted}
+        self._converted = {p: _sum_of_bits(p) for p in checkpoint.converted}
 
     @torch.no_grad()
     def full_weights(self) -> dict[Tensor, Tensor]:
@@ -743,7 +744,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 )
             found[p] = wide
         self._drops_of = 0
-        self._converted = {p: version for p, version in self._converted.items() if p not in found}
+        self._converted = {p: was for p, was in self._converted.items() if p not in found}
         groups = {p: group for group in self.param_groups for p in group["params"]}
         for p, wide in found.items():
             plan, part, exact = plans[p], local(p.detach()), local(wide.detach()).to(p.device, torch.float32)
@@ -796,6 +797,10 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 handle.remove()
         if read[0].notes:
             warn(f"state_dict: {read[0].notes}")
+
+
+def _sum_of_bits(p: Tensor) -> Tensor:
+    return local(p.detach()).to(torch.float32).view(torch.int32).sum()
 
 
 def _has_low_words(p: Tensor) -> bool:

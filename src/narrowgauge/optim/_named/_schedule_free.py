@@ -114,8 +114,8 @@ class ScheduleFreeAdamW(NarrowOptimizer):
         for group in self.param_groups:
             group[_MODE] = False
 
-    def _write(self, p: Tensor, value: Tensor) -> None:
-        self._converted.pop(p, None)  # these weights are not another model's
+    @staticmethod
+    def _write(p: Tensor, value: Tensor) -> None:
         local(p).copy_(value)
         if is_shared(p):
             increment_version([p])
