@@ -76,13 +76,13 @@ def test_the_arguments_of_timms_train_script_arrive(name: str) -> None:
     parser.add_argument("--opt-betas", type=float, nargs="+")
     parser.add_argument("--opt-kwargs", nargs="*", default={}, action=library("timm.utils").ParseKwargs)
     line = f"--opt {name} --lr 0.003 --weight-decay 0.07 --momentum 0.8 --opt-eps 1e-5 --opt-betas 0.7 0.95"
-    script = parser.parse_args([*line.split(), "--opt-kwargs", "seed=3", "nonfinite=raise"])
+    script = parser.parse_args([*line.split(), "--opt-kwargs", "seed=3", "nonfinite=propagate"])
     model = vit().to(torch.bfloat16 if name == "ngcollage" else torch.float32)
     optimizer = create_optimizer_v2(model, **factory.optimizer_kwargs(cfg=script), **script.opt_kwargs)
     info = get_optimizer_info(name)
     assert isinstance(optimizer, ng.optim.NarrowOptimizer)
     for group, decay in zip(optimizer.param_groups, (0.0, 0.07), strict=True):
-        expected = {"lr": 0.003, "weight_decay": decay, "seed": 3, "nonfinite": "raise"}
+        expected = {"lr": 0.003, "weight_decay": decay, "seed": 3, "nonfinite": "propagate"}
         expected |= {"eps": 1e-5} if info.has_eps else {}
         expected |= {"betas": [0.7, 0.95]} if info.has_betas else {}
         expected |= {"momentum": 0.8} if info.has_momentum else {}
