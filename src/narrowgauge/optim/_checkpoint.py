@@ -135,7 +135,7 @@ def read_checkpoint(
         check_limits(groups)
     except ValueError as error:
         raise ValueError(f"state_dict: {error}") from error
-    checkpoint = Checkpoint(groups, dict(given["state"]))
+    checkpoint, begun, any_there = Checkpoint(groups, dict(given["state"])), list[str](), False
     notes, names = checkpoint.notes, unique_names(groups)
     known = zip(unique_names(live), unique_names(translated), names, strict=True)
     for number, (before, theirs, after) in enumerate(known):
@@ -186,7 +186,8 @@ def read_checkpoint(
                 notes.add(f"dropped {_FORMER_ENTRY!r}, which {optimizer} does not keep", plan.name)
             if not entry:
                 continue
-            entry, alone = _as_written(entry, rule, {**group, KEPT: {}, STORAGES: {}, **old}, plan, p)
+            entry, alone, there = _as_written(entry, rule, {**group, KEPT: {}, STORAGES: {}, **old}, plan, p)
+            any_there |= there
             reader = StateReader(optimizer, plan, local(p), entry, tuple(likely), old["block_size"], notes)
             found, decoded = from_shapes(p, plan, entry, old["block_size"], reader.moments_of)
             if decoded:
@@ -201,21 +202,23 @@ def read_checkpoint(
                 reader = replace(reader, plan=plan, entry=ours)
                 fresh = plan.init(local(p), group)
                 if alone and all(_is_same(ours.get(key), fresh[key]) for key in alone):
-                    raise ValueError(
-                        f"state_dict: {plan.name} must have what was saved, got {', '.join(map(repr, alone))} as "
-                        "this optimizer begins with; broadcast_from_rank0 does not move states into other storages"
-                    )
+                    begun.append(f"{', '.join(map(repr, sorted(alone)))} of {plan.name}")
                 checkpoint.states[p] = reader.read(fresh)
                 if reader.wide is not None:
                     checkpoint.weights[p] = reader.wide
                 if reader.converted:
                     checkpoint.converted.append(p)
+    if begun and not any_there:
+        raise ValueError(
+            f"state_dict: moments and low words must be those that were saved, got {begun[0]} as this optimizer "
+            "begins with; broadcast_from_rank0 does not move states into other storages"
+        )
     return checkpoint
 
 
 def _as_written(
     entry: Mapping[str, Any], rule: Rule, saved: Group, plan: ParamPlan, p: Tensor
-) -> tuple[Mapping[str, Any], list[str]]:
+) -> tuple[Mapping[str, Any], set[str], bool]:
     """What the saved optimizer wrote of a parameter's state.
 
     torch's `set_optimizer_state_dict` puts the tensors of this optimizer beside those that were saved. With
@@ -225,31 +228,36 @@ def _as_written(
         saved: the group, with the storages that were saved.
 
     Returns:
-        The entry without such tensors; the keys of those that stand in place of what was saved.
+        The entry without such tensors; the keys of those that stand in place of what was saved; and whether a slot
+        has what was saved under other keys than this optimizer's.
     """
+    strays, alone, there = set[str](), set[str](), False
     if not isinstance(saved["min_quantized_size"], int):  # damaged; nothing else reads it
-        return entry, []
+        return entry, alone, there
     try:
         written = plan_param(rule, saved, p, plan.name, 0)
     except ValueError:  # for a parameter of another kind
-        return entry, []
-    strays, alone = set[str](), set[str]()
+        return entry, alone, there
     mine, theirs = _keys(plan), _keys(written)
     for name, keys in mine.items():
         was = theirs.get(name, set())
         if was and was <= entry.keys():
             strays |= keys - was
+            there |= keys != was
         elif was and keys <= entry.keys():
             alone |= keys
     if strays & entry.keys():
         entry = {key: value for key, value in entry.items() if key not in strays}
-    return entry, sorted(alone)
+    return entry, alone, there
 
 
 def _is_same(x: Any, y: Tensor) -> bool:
     if not isinstance(x, Tensor) or (x.dtype, x.shape) != (y.dtype, y.shape):
         return False
-    return torch.equal(*(each.detach().to(y.device).reshape(-1).contiguous().view(torch.uint8) for each in (x, y)))
+    found, wanted = (
+        each.detach().to(y.device).reshape(-1).clone(memory_format=torch.contiguous_format) for each in (x, y)
+    )
+    return torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
 
 
 def _keys(plan: ParamPlan) -> dict[str, set[str]]:

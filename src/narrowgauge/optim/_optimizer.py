@@ -140,7 +140,7 @@ class NarrowOptimizer(torch.optim.Optimizer):
         self.in_backward: BackwardSteps | None = None
         self._has_warned = self._has_warned_of_skips = False
         self._drops_of = 0  # parameters of which another optimizer has low words
-        self._converted: dict[Tensor, Tensor] = {}  # by `load_state_dict`, until the next step: sums of their bits
+        self._converted: dict[Tensor, int] = {}  # by `load_state_dict`, until the next step: sums of their bits
 
     # Groups and plans.
 
@@ -423,8 +423,10 @@ class NarrowOptimizer(torch.optim.Optimizer):
 
     def _warn_of_conversions(self) -> None:
         """Low words were computed from weights; say so if other weights were loaded since."""
+        if next(iter(self._converted)).is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # the sums are waited for
         given, self._converted = self._converted, {}
-        if late := [p for p, was in given.items() if not torch.equal(_sum_of_bits(p), was)]:
+        if late := [p for p, was in given.items() if _sum_of_bits(p) != was]:
             warn(
                 f"step: {len(late)} parameters were set after load_state_dict had converted their low words, which "
                 "belong to the weights of before. Load the model first; torch's set_state_dict loads it last, so "
@@ -799,8 +801,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
             warn(f"state_dict: {read[0].notes}")
 
 
-def _sum_of_bits(p: Tensor) -> Tensor:
-    return local(p.detach()).to(torch.float32).view(torch.int32).sum()
+def _sum_of_bits(p: Tensor) -> int:
+    return int(local(p.detach()).to(torch.float32).view(torch.int32).sum())
 
 
 def _has_low_words(p: Tensor) -> bool:
