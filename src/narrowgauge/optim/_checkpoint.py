@@ -210,8 +210,8 @@ def read_checkpoint(
                     checkpoint.converted.append(p)
     if begun and not any_there:
         raise ValueError(
-            f"state_dict: moments and low words must be those that were saved, got {begun[0]} as in a new optimizer; "
-            "broadcast_from_rank0 does not move states into other storages"
+            f"state_dict: moments and low words must be those that were saved, got {begun[0]} as in a new "
+            "optimizer; broadcast_from_rank0 does not move states into other storages"
         )
     return checkpoint
 
