@@ -114,7 +114,8 @@ class Processes:
         self._program = subprocess.Popen(
             [sys.executable, "-W", "ignore", str(here)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},  # forks of it have no backward pass
+            # Where torch sees GPUs, a fork runs no backward pass.
+            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
         )  # fmt: skip
 
     def start(self, folder: Path, **asked: Any) -> list[int]:

@@ -63,7 +63,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """Triton's kernels are interpreted, on the CPU as well."""
     if request.param == "Triton":
         if torch.cuda.is_available():
-            pytest.skip("Triton's kernels are not interpreted where there is a GPU")
+            pytest.skip(reason="Triton's kernels are not interpreted where there is a GPU")
         pytest.importorskip("triton", reason="triton is not installed: kernels cannot be run")
         from narrowgauge.kernels import _allreduce
 

@@ -58,7 +58,7 @@ def test_on_gpus(tmp_path: Path) -> None:
     """By Triton's kernels and NCCL, on two or four GPUs."""
     world = 4 if torch.cuda.device_count() >= 4 else 2
     if torch.cuda.device_count() < world:
-        pytest.skip(f"gpu: needs {world} of them, torch sees {torch.cuda.device_count()}")
+        pytest.skip(reason=f"gpu: needs {world} of them, torch sees {torch.cuda.device_count()}")
     for told in on_ranks(world, tmp_path, on_gpus):
         check(told)
         for (_, rule, storage), one in told.items():
@@ -71,7 +71,7 @@ def test_on_gpus(tmp_path: Path) -> None:
 @pytest.mark.parametrize("triton", [1, pytest.param(len(BY_TRITON), marks=pytest.mark.slow)])
 def test_on_other_paths(triton: int, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="triton is not installed: kernels cannot run, not even interpreted")
-    interpreted = 0 if torch.cuda.is_available() else triton
+    interpreted = 0 if torch.cuda.is_available() else triton  # where there are GPUs `test_on_gpus` runs them
     for told in on_ranks(2, tmp_path, by_triton_and_eager, interpreted):
         check(told)
         for (how, rule, _), one in told.items():

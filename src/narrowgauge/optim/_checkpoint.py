@@ -135,7 +135,8 @@ def read_checkpoint(
         check_limits(groups)
     except ValueError as error:
         raise ValueError(f"state_dict: {error}") from error
-    checkpoint, begun, any_there = Checkpoint(groups, dict(given["state"])), list[str](), False
+    checkpoint = Checkpoint(groups, dict(given["state"]))
+    unsaved, converts = list[str](), False
     notes, names = checkpoint.notes, unique_names(groups)
     known = zip(unique_names(live), unique_names(translated), names, strict=True)
     for number, (before, theirs, after) in enumerate(known):
@@ -186,8 +187,8 @@ def read_checkpoint(
                 notes.add(f"dropped {_FORMER_ENTRY!r}, which {optimizer} does not keep", plan.name)
             if not entry:
                 continue
-            entry, alone, there = _as_written(entry, rule, {**group, KEPT: {}, STORAGES: {}, **old}, plan, p)
-            any_there |= there
+            entry, alone, own_converts = _as_written(entry, rule, {**group, KEPT: {}, STORAGES: {}, **old}, plan, p)
+            converts |= own_converts
             reader = StateReader(optimizer, plan, local(p), entry, tuple(likely), old["block_size"], notes)
             found, decoded = from_shapes(p, plan, entry, old["block_size"], reader.moments_of)
             if decoded:
@@ -202,15 +203,15 @@ def read_checkpoint(
                 reader = replace(reader, plan=plan, entry=ours)
                 fresh = plan.init(local(p), group)
                 if alone and all(_is_same(ours.get(key), fresh[key]) for key in alone):
-                    begun.append(f"{', '.join(map(repr, sorted(alone)))} of {plan.name}")
+                    unsaved.append(f"{', '.join(map(repr, sorted(alone)))} of {plan.name}")
                 checkpoint.states[p] = reader.read(fresh)
                 if reader.wide is not None:
                     checkpoint.weights[p] = reader.wide
                 if reader.converted:
                     checkpoint.converted.append(p)
-    if begun and not any_there:
+    if unsaved and not converts:
         raise ValueError(
-            f"state_dict: moments and low words must be those that were saved, got {begun[0]} as in a new "
+            f"state_dict: moments and low words must be those that were saved, got {unsaved[0]} as in a new "
             "optimizer; broadcast_from_rank0 does not move states into other storages"
         )
     return checkpoint
@@ -228,27 +229,27 @@ def _as_written(
         saved: the group, with the storages that were saved.
 
     Returns:
-        The entry without such tensors; the keys of those that stand in place of what was saved; and whether a slot
-        has what was saved under other keys than this optimizer's.
+        The entry without such tensors; the keys of those that stand in place of what was saved; and whether some
+        slot was saved in another storage than this optimizer's.
     """
-    strays, alone, there = set[str](), set[str](), False
+    strays, alone, converts = set[str](), set[str](), False
     if not isinstance(saved["min_quantized_size"], int):  # damaged; nothing else reads it
-        return entry, alone, there
+        return entry, alone, converts
     try:
         written = plan_param(rule, saved, p, plan.name, 0)
     except ValueError:  # for a parameter of another kind
-        return entry, alone, there
+        return entry, alone, converts
     mine, theirs = _keys(plan), _keys(written)
     for name, keys in mine.items():
         was = theirs.get(name, set())
         if was and was <= entry.keys():
             strays |= keys - was
-            there |= keys != was
+            converts |= keys != was
         elif was and keys <= entry.keys():
             alone |= keys
     if strays & entry.keys():
         entry = {key: value for key, value in entry.items() if key not in strays}
-    return entry, alone, there
+    return entry, alone, converts
 
 
 def _is_same(x: Any, y: Tensor) -> bool:

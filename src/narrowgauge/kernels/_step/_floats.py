@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
-"""Float32 numbers as bits, and roundings that are the same compiled and in triton's interpreter.
+"""Float32 numbers as bits, and roundings to narrower formats, the same compiled and in triton's interpreter.
 
 Nothing is fused but what says so (`tl.fma`), and kernels are compiled that way: a product and the sum that follows
 are one rounding or two in every kernel alike, whatever else it does. The interpreter rounds `tl.fma` twice. It
